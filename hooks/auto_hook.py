@@ -179,11 +179,10 @@ class AutoState(HookState):
         for name in set(self.plan.values()):
             self.method(name)
 
-    def take_back(self, name: str, gradient: Tensor) -> None:
+    def take_back(self, name: str, gradient: Tensor) -> bool:
         """Add a reduced gradient that was not applied to the parameter's error; see `HookState.take_back`."""
         method = self._latest.get(plain_name(name))
-        if method is not None and isinstance(method.state, HookState):
-            method.state.take_back(name, gradient)
+        return method is not None and isinstance(method.state, HookState) and method.state.take_back(name, gradient)
 
     def prepare_checkpoint(self) -> None:
         """Collect the state of all ranks, so that any rank may call `state_dict` alone until the next step.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ _GROUP_NAMES = (
     "device",
     "mp_policy",
     "gradient_divide_factor",
+    "_partial_reduce_output",
     "_reduce_scatter_comm",
 )
 _PARAMETER_NAMES = (
@@ -72,9 +73,48 @@ def has_shards(group: Any) -> bool:
     return getattr(group.mesh_info, "shard_mesh_size", 1) > 1
 
 
+def shard_group(group: Any) -> dist.ProcessGroup | None:
+    """The process group over which a parameter group is sharded; None without shards."""
+    return group.mesh_info.shard_process_group if has_shards(group) else None
+
+
+def holds_partial_sums(group: Any) -> bool:
+    """Whether a parameter group holds sums of a replica that later micro-batches will all-reduce."""
+    return group._partial_reduce_output is not None
+
+
+def is_in_backward(model: nn.Module) -> bool:
+    """Whether an error has ended a backward that FSDP2 still takes for running, and that `discard_step` cannot end."""
+    states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
+    is_queued = any(state._state_ctx.post_backward_final_callback_queued for state in states)
+    can_reset = hasattr(FSDPModule, "reset_iter_state") and any(state._is_root for state in states)
+    return is_queued and not can_reset
+
+
+def discard_step(model: nn.Module) -> None:
+    """Let FSDP2 forget a step that an error has ended."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            for group in state._fsdp_param_groups:
+                group._partial_reduce_output = None
+            if state._is_root and hasattr(module, "reset_iter_state"):
+                module.reset_iter_state()
+
+
+def runs_optimizers(parameters: Iterable[Any]) -> bool:
+    """Whether FSDP2's parameters have hooks that may apply a gradient in the backward."""
+    return any(getattr(each.sharded_param, "_post_accumulate_grad_hooks", None) for each in parameters)
+
+
 def replica_group(group: Any) -> dist.ProcessGroup | None:
     """The process group over which a parameter group is all-reduced between replicas; None without replicas."""
-    found = getattr(group.mesh_info, "replicate_process_group", None)
+    return replicas_of(group.mesh_info)
+
+
+def replicas_of(mesh_info: Any) -> dist.ProcessGroup | None:
+    """`replica_group`, from the mesh of a parameter group."""
+    found = getattr(mesh_info, "replicate_process_group", None)
     return found if isinstance(found, dist.ProcessGroup) else None
 
 
