@@ -266,6 +266,17 @@ class Checkpointed(DeclaredMemory):
             ) from error
         return self._collected()
 
+    def merge_shards(self, saved: dict[str, Any], shards: Sequence[dist.ProcessGroup]) -> dict[str, Any]:
+        """Merge the entries of a `state_dict` that have no shape over the shards of a model. A collective call.
+
+        Raises:
+            NotImplementedError: they depend on the shards.
+        """
+        raise NotImplementedError(
+            f"The {', '.join(saved)} of {type(self).__name__} cannot be loaded with another number of shards. Save "
+            "state.state_dict() of every rank in a separate file, and resume with the same mesh."
+        )
+
     def _check_can_be_saved(self) -> None:
         """Raise RuntimeError if a checkpoint would hold numbers instead of names, or no entries."""
         self._names.search()

@@ -78,7 +78,7 @@ class ParameterNames:
         self._names: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._unnamed = 0
         self._module: weakref.ref[torch.nn.Module] | None = None
-        self._layouts: dict[str, torch.Tensor] = {}  # of `bind_layouts`
+        self.layouts: dict[str, torch.Tensor] = {}  # of `bind_layouts`
         self.is_closed = False  # whether every parameter has appeared: no further one is numbered
 
     @property
@@ -124,7 +124,7 @@ class ParameterNames:
 
     def bind_layouts(self, layouts: Mapping[str, torch.Tensor]) -> None:
         """Take the names of all parameters; see `HookState.bind_layouts`."""
-        self._layouts = dict(layouts)
+        self.layouts = dict(layouts)
         self._names.update((layout, name) for name, layout in layouts.items())
         self.is_closed = True
 
@@ -132,7 +132,7 @@ class ParameterNames:
         """The trainable parameters with dense gradients; empty if the model is unknown."""
         module = self.module
         if module is None:
-            return {layout: name for name, layout in self._layouts.items() if layout.numel() > 0}
+            return {layout: name for name, layout in self.layouts.items() if layout.numel() > 0}
         return compressible_parameters(module)
 
     @property
@@ -148,7 +148,7 @@ class ParameterNames:
     def parameters(self) -> list[torch.Tensor]:
         """The parameters of the module, if there is one."""
         module = self.module
-        return list(module.parameters()) if module is not None else list(self._layouts.values())
+        return list(module.parameters()) if module is not None else list(self.layouts.values())
 
     def search(self, parameters: Sequence[torch.Tensor] = ()) -> None:
         """Bind the model that `registered_module` finds, unless there is one or parameters are numbered."""

@@ -123,8 +123,7 @@ class Attachment:
 
         Raises:
             TypeError: neither the hook nor the reduce-scatter has memory.
-            NotImplementedError: the state has entries that fit one number of shards only (`ScaledCastState`,
-                `AutoState`).
+            NotImplementedError: the state has entries that fit one number of shards only (`AutoState`).
         """
         if self._exchange is None:
             return self._memory_state().state_dict()
@@ -133,11 +132,8 @@ class Attachment:
             saved = self._memory_state().state_dict()
             memory, counts = self.state.memory, [entry for entry in saved if not isinstance(saved[entry], int)]
             if not memory and counts:
-                raise NotImplementedError(
-                    f"{', '.join(counts)} in {type(self.state).__name__} cannot be loaded with another number of "
-                    "shards. Save state.state_dict() of every rank in a separate file, and resume with the same mesh."
-                )
-            for entry in counts:
+                saved = self.state.merge_shards(saved, self._shard_groups())
+            for entry in counts if memory else ():
                 if entry not in memory or memory[entry].shape is None:
                     del saved[entry]
                 else:
@@ -163,10 +159,13 @@ class Attachment:
         if isinstance(self.state, HookState) or not self._scattered:
             state = self._memory_state()
             loaded: dict[str, Any] = {entry: {} for entry in state.memory} | state.counts()
+            compressed = set(state._names.compressible().values())  # others have zeros in a checkpoint
             for entry, value in state_dict.items():
                 if entry in state.memory:
                     shards = _local_shards(state_dict, entry)
-                    loaded[entry] = {name: each for name, each in shards.items() if each.numel() > 0}
+                    loaded[entry] = {
+                        name: each for name, each in shards.items() if name in compressed or each.count_nonzero() > 0
+                    }
                 elif entry != WITHIN:
                     loaded[entry] = value
             state.load_state_dict(loaded)
@@ -180,6 +179,10 @@ class Attachment:
                 f"The state is {self.state!r}, which keeps nothing between steps: there is nothing to save."
             )
         return self.state
+
+    def _shard_groups(self) -> list[dist.ProcessGroup]:
+        found = (shard_group(group) for group, _, _ in self._groups)
+        return list(dict.fromkeys(each for each in found if each is not None))
 
     def _trainable(self) -> Iterable[tuple[str, Any]]:
         return ((name, each) for name, each in self._parameters.items() if each.sharded_param.requires_grad)

@@ -22,9 +22,8 @@ class ShardedExchange:
 
     A step ends with its backward. Errors are raised then, too: until the end of the backward, FSDP2 makes its own
     collectives, which the other ranks of a replica expect. An error on one rank is raised on all ranks of the model:
-    a rank that fails leaves the exchange in all its process groups. In HSDP, ranks whose own exchanges are over meet at
-    the end of the backward, so that none of them goes on while another one raises. On NCCL they do not: that would stop
-    the host.
+    a rank that fails leaves the exchange in all its process groups. At the end of the backward, all ranks meet, so that
+    none goes on while another one raises. On NCCL they do not: the hosts would have to wait for their devices.
 
     Args:
         groups: the process groups of shards and of replicas, in the same order on all ranks.
@@ -112,7 +111,7 @@ class ShardedExchange:
 
     def _meet(self) -> None:
         """Wait for the other ranks at the end of a backward, and end the step."""
-        if len(self.groups) > 1 and not has_streams(self._device):
+        if not has_streams(self._device):
             for group in self.groups:
                 self.attempt(group, partial(_barrier, group, self._device))
         self._end_step()

@@ -17,13 +17,13 @@ _GROUP_NAMES = (
     "fsdp_params",
     "mesh_info",
     "device",
-    "mp_policy",
     "gradient_divide_factor",
     "_partial_reduce_output",
     "_reduce_scatter_comm",
 )
 _PARAMETER_NAMES = (
     "_module_info",
+    "mp_policy",
     "sharded_param",
     "sharded_size",
     "contiguous_sharded_stride",
@@ -178,6 +178,6 @@ def mean_weight(group: Any) -> float:
 
 def reduced_dtype(group: Any) -> torch.dtype:
     """The dtype in which a parameter group is expected to reduce its gradients."""
-    policy = group.mp_policy
-    dtype: torch.dtype = policy.reduce_dtype or policy.param_dtype or group.fsdp_params[0].sharded_param.dtype
+    first = group.fsdp_params[0]
+    dtype: torch.dtype = first.mp_policy.reduce_dtype or first.mp_policy.param_dtype or first.sharded_param.dtype
     return dtype

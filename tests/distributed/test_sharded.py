@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import checkpoint
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import gradwire
+from gradwire.hooks.auto_hook import AutoState
 from gradwire.hooks.default_hooks import CastState, allreduce_hook, bf16_compress_hook, fp16_compress_hook
 from gradwire.hooks.powerSGD_hook import PowerSGDState
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
@@ -24,6 +25,7 @@ from tests.support.sharded import (
     PLACES,
     SHARDED,
     backward,
+    contributions,
     gradients,
     mesh,
     missing_over,
@@ -232,6 +234,21 @@ def test_checkpoint_loads_with_other_numbers_of_shards_and_replicas(saved_in, lo
         torch.testing.assert_close(again[name].full_tensor(), error.full_tensor(), atol=1e-9, rtol=1e-6)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.15", reason="FSDP2 refuses a parameter group of several dtypes")
+@on_ranks(4)
+def test_checkpoint_of_a_model_with_an_uncompressed_parameter_group_loads():
+    def prepare(model):
+        model.first.bias.data = model.first.bias.data.bfloat16()
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    attachment = gradwire.attach(sharded("hsdp", prepare=prepare, mp_policy=policy), QuantizationState(start_iter=0))
+    assert "1 parameter groups of several dtypes" in attachment.report
+    saved = attachment.state_dict()
+    attachment.load_state_dict(saved)
+    saved["errors"]["first.weight"].to_local().add_(1)
+    assert "first.weight" in message_of(attachment.load_state_dict, saved)
+
+
 def _folder():
     import tempfile
 
@@ -321,6 +338,29 @@ def test_law1_of_the_reduce_scatter_over_steps(place, division, error_dtype):
     assert norm([errors - missing]) <= rounding * norm([missing])
     bytes_of = sum(each.numel() for each in ours.parameters()) * error_dtype.itemsize
     assert attachment.within_error_bytes >= bytes_of  # padding included
+
+
+# FSDP2 then reduces with AVG, SUM, or, with factors other than the number of shards, PREMUL_SUM, which gloo lacks.
+@pytest.mark.parametrize("factor", [None, 1.0, 3.0, 4.0])
+@pytest.mark.parametrize("feature", ["plain", "sum", "fp16"])
+@pytest.mark.parametrize(("place", "wire"), [("fsdp", "bf16"), ("hsdp", "fp16"), ("replicate", None)])
+@on_ranks(4)
+def test_divided_gradients_are_those_of_models_that_are_not_sharded(place, wire, feature, factor):
+    model = sharded(place, **FEATURES.get(feature, {}))
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(factor)
+            module.set_force_sum_reduction_for_comms(feature == "sum")
+    hook = None if place == "fsdp" else bf16_compress_hook
+    gradwire.attach(model, None, hook, within=wire)
+    exact = {name: each.sum(0) * 4 / (factor or 4) for name, each in contributions(model, 0).items()}
+    if place == "replicate" and feature != "plain" and factor is not None:
+        exact = {name: each / factor for name, each in exact.items()}  # PyTorch divides twice
+    backward(model, 0)
+    missing = [each.grad.full_tensor().double() - exact[name] for name, each in model.named_parameters()]
+    # Each wire rounds every rank's gradient by half a unit in the last place, fp16 training some more.
+    bound = (2**-8 if hook else 0) + {"bf16": 2**-8, "fp16": 2**-11, None: 0}[wire] + 2**-8 * (feature == "fp16")
+    assert norm(missing) <= 2 * bound * norm(exact.values())
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -435,11 +475,36 @@ def test_failure_of_a_reduce_scatter_raises_the_reason_on_all_ranks():
 @on_ranks(4)
 def test_checkpoint_of_a_state_that_depends_on_the_shards_raises_with_the_remedy():
     model = sharded("hsdp")
-    attachment = gradwire.attach(model, ScaledCastState())
+    attachment = gradwire.attach(model, AutoState(plan=dict.fromkeys(["first.weight", "first.bias"], "int4")))
     train(model, 3)
     kind, text = error_of(attachment.state_dict)
     assert kind == "NotImplementedError"
     assert "state.state_dict() of every rank" in text
+    saved = attachment.state.state_dict()
+    assert saved["states"]["int4"]["errors"]["first.weight"].any()
+    attachment.state.load_state_dict(saved)
+    backward(model, 3)
+
+
+@pytest.mark.parametrize("loaded_in", PLACES)
+@on_ranks(4)
+def test_scales_load_from_a_checkpoint_as_the_smallest_of_all_shards(loaded_in):
+    first = sharded("hsdp")
+    attachment = gradwire.attach(first, ScaledCastState())
+    fresh = attachment.state_dict()
+    assert not fresh["exponents"].any()
+    train(first, 3)
+    own = attachment.state.exponents()
+    assert len(set(map(str, from_all_ranks(own)))) == 2  # one per shard
+    (path,) = {each for each in from_all_ranks(_folder()) if each}
+    checkpoint.save({"hook": attachment.state_dict()}, checkpoint_id=path)
+    second = gradwire.attach(sharded(loaded_in), ScaledCastState())
+    loaded = {"hook": second.state_dict()}
+    checkpoint.load(loaded, checkpoint_id=path)
+    second.load_state_dict(loaded["hook"])
+    of_shards = from_all_ranks(own)
+    smallest = {name: min(each[name] for each in of_shards if name in each) for name, _ in first.named_parameters()}
+    assert second.state.exponents() == smallest
 
 
 @on_ranks(4)

@@ -11,6 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
+from tests.support.ranks import from_all_ranks
+
 PLACES = ["hsdp", "replicate"]
 SHARDED = ["hsdp", "fsdp"]
 
@@ -62,6 +64,18 @@ def backward(model, step, **options):
     """Gradients of one backward of this rank's own batch."""
     generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
     model(torch.randn(5, 9, generator=generator), **options).square().mean().backward()
+
+
+def contributions(model, step):
+    """The gradients of each rank by parameter name, divided by the world size, from a model that is not sharded."""
+    plain = Model()
+    with torch.no_grad():
+        for (name, own), (same, parameter) in zip(plain.named_parameters(), model.named_parameters(), strict=True):
+            assert name == same
+            own.copy_(parameter.full_tensor())
+    backward(plain, step)
+    by_rank = from_all_ranks({name: own.grad.double() for name, own in plain.named_parameters()})
+    return {name: torch.stack([one[name] for one in by_rank]) / len(by_rank) for name in by_rank[0]}
 
 
 def gradients(model):
