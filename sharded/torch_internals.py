@@ -40,7 +40,7 @@ def parameter_groups(model: nn.Module) -> Iterator[Any]:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             try:
-                groups = module._get_fsdp_state()._fsdp_param_groups
+                groups = _groups_of(module._get_fsdp_state())
                 for group in groups:
                     _require(group, _GROUP_NAMES)
                     _require_mesh(group.mesh_info)
@@ -54,6 +54,13 @@ def parameter_groups(model: nn.Module) -> Iterator[Any]:
                     f"gradwire is tested with torch {oldest} to {newest}: install one of these, or a newer gradwire."
                 ) from error
             yield from groups
+
+
+def _groups_of(state: Any) -> list[Any]:
+    """The parameter groups of a module; up to PyTorch 2.11 there is at most one."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 def _require(owner: object, names: tuple[str, ...]) -> None:
@@ -96,7 +103,7 @@ def discard_step(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()
-            for group in state._fsdp_param_groups:
+            for group in _groups_of(state):
                 group._partial_reduce_output = None
             if state._is_root and hasattr(module, "reset_iter_state"):
                 module.reset_iter_state()
