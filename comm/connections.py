@@ -40,7 +40,8 @@ DESTROYED = (
 NOTICE = "failure"  # store key under which a rank announces that it leaves, and why
 ADVICE = (
     "No more gradients are exchanged until all ranks are resynchronized. Do not apply the gradients of this step. "
-    "Call resynchronize() of the DistributedDataParallel on every rank, or restart from a checkpoint."
+    "Call resynchronize() of the DistributedDataParallel or of the Attachment on every rank, or restart from a "
+    "checkpoint."
 )
 
 

@@ -183,8 +183,8 @@ class DeclaredMemory(HookSettings):
         """Bytes of the error memory on this rank."""
         return sum(error.nbytes for error in self.residuals())
 
-    def take_back(self, name: str, gradient: Tensor) -> None:
-        """Keep a reduced gradient that was not applied, for the next step, if the state has error memory.
+    def take_back(self, name: str, gradient: Tensor) -> bool:
+        """Keep a reduced gradient that was not applied, for the next step; False if the parameter has no error memory.
 
         gradwire's DistributedDataParallel calls it for results of a failed step, and for a parameter that no rank used
         in a step: its ``.grad`` stays unchanged, although error feedback of earlier steps may have reduced to a nonzero
@@ -195,8 +195,10 @@ class DeclaredMemory(HookSettings):
             gradient: the reduced gradient minus this rank's contribution.
         """
         error = self._tensors.get(ERRORS, {}).get(plain_name(name))
-        if error is not None:
-            error.add_(self._share(ERRORS, as_real(gradient), self._group))
+        if error is None:
+            return False
+        error.add_(self._share(ERRORS, as_real(gradient), self._group))
+        return True
 
 
 class Checkpointed(DeclaredMemory):
@@ -263,6 +265,17 @@ class Checkpointed(DeclaredMemory):
                 "state.state_dict() where you save."
             ) from error
         return self._collected()
+
+    def merge_shards(self, saved: dict[str, Any], shards: Sequence[dist.ProcessGroup]) -> dict[str, Any]:
+        """Merge the entries of a `state_dict` that have no shape over the shards of a model. A collective call.
+
+        Raises:
+            NotImplementedError: they depend on the shards.
+        """
+        raise NotImplementedError(
+            f"The {', '.join(saved)} of {type(self).__name__} cannot be loaded with another number of shards. Save "
+            "state.state_dict() of every rank in a separate file, and resume with the same mesh."
+        )
 
     def _check_can_be_saved(self) -> None:
         """Raise RuntimeError if a checkpoint would hold numbers instead of names, or no entries."""

@@ -208,9 +208,12 @@ def _hash_bytes(hashed: blake2b, tensor: torch.Tensor) -> None:
         hashed.update((ctypes.c_char * here.nbytes).from_address(here.data_ptr()))
 
 
-def compare_settings(group: dist.ProcessGroup, settings: Mapping[str, str]) -> None:
-    """Raise RuntimeError on every rank unless the settings, with the name of the ``hook``, are equal on all."""
-    _compare(group, {"gradwire": __version__, **settings}, again=False)
+def compare_settings(group: dist.ProcessGroup, settings: Mapping[str, str], again: bool) -> None:
+    """Raise RuntimeError on every rank unless the settings, with the name of the ``hook``, are equal on all.
+
+    ``again``: whether the ranks have compared settings before, and do not wait long for each other.
+    """
+    _compare(group, {"gradwire": __version__, **settings}, again)
 
 
 def _compare(group: dist.ProcessGroup, facts: dict[str, str], again: bool) -> None:

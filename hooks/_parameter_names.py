@@ -78,7 +78,7 @@ class ParameterNames:
         self._names: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._unnamed = 0
         self._module: weakref.ref[torch.nn.Module] | None = None
-        self._layouts: dict[str, torch.Tensor] = {}  # of `bind_layouts`
+        self.layouts: dict[str, torch.Tensor] = {}  # of `bind_layouts`
         self.is_closed = False  # whether every parameter has appeared: no further one is numbered
 
     @property
@@ -112,9 +112,19 @@ class ParameterNames:
         self._names.update(parameter_names(module))
         self._module = weakref.ref(module)
 
+    def check_names(self, names: Sequence[str]) -> None:
+        """Raise ValueError if the state belongs to a model with other parameters."""
+        known = self.known()
+        if known and known.keys() != set(names):
+            different = min(known.keys() ^ set(names))
+            raise ValueError(
+                f"This state belongs to another model: only one of the two has a parameter {different!r}. A state "
+                "serves one model only. Create a new state for this model."
+            )
+
     def bind_layouts(self, layouts: Mapping[str, torch.Tensor]) -> None:
-        """Take the names of all parameters, with tensors in the layouts of their gradients: shards of a model."""
-        self._layouts = dict(layouts)
+        """Take the names of all parameters; see `HookState.bind_layouts`."""
+        self.layouts = dict(layouts)
         self._names.update((layout, name) for name, layout in layouts.items())
         self.is_closed = True
 
@@ -122,7 +132,7 @@ class ParameterNames:
         """The trainable parameters with dense gradients; empty if the model is unknown."""
         module = self.module
         if module is None:
-            return {layout: name for name, layout in self._layouts.items()}
+            return {layout: name for name, layout in self.layouts.items() if layout.numel() > 0}
         return compressible_parameters(module)
 
     @property
@@ -138,7 +148,7 @@ class ParameterNames:
     def parameters(self) -> list[torch.Tensor]:
         """The parameters of the module, if there is one."""
         module = self.module
-        return list(module.parameters()) if module is not None else list(self._layouts.values())
+        return list(module.parameters()) if module is not None else list(self.layouts.values())
 
     def search(self, parameters: Sequence[torch.Tensor] = ()) -> None:
         """Bind the model that `registered_module` finds, unless there is one or parameters are numbered."""

@@ -179,11 +179,10 @@ class AutoState(HookState):
         for name in set(self.plan.values()):
             self.method(name)
 
-    def take_back(self, name: str, gradient: Tensor) -> None:
+    def take_back(self, name: str, gradient: Tensor) -> bool:
         """Add a reduced gradient that was not applied to the parameter's error; see `HookState.take_back`."""
         method = self._latest.get(plain_name(name))
-        if method is not None and isinstance(method.state, HookState):
-            method.state.take_back(name, gradient)
+        return method is not None and isinstance(method.state, HookState) and method.state.take_back(name, gradient)
 
     def prepare_checkpoint(self) -> None:
         """Collect the state of all ranks, so that any rank may call `state_dict` alone until the next step.
@@ -266,8 +265,11 @@ class AutoState(HookState):
 
     def _make(self, name: str) -> Method:
         method = make_method(name, self.process_group, FIRST_STEPS)
-        if self._names.module is not None and isinstance(method.state, HookState):
-            method.state.bind(self._names.module)
+        if isinstance(method.state, HookState):
+            if self._names.module is not None:
+                method.state.bind(self._names.module)
+            elif self._names.layouts:
+                method.state.bind_layouts(self._names.layouts)
         return method
 
     def bind(self, module: torch.nn.Module) -> None:
@@ -275,6 +277,12 @@ class AutoState(HookState):
         super().bind(module)
         for _, state in self._with_memory():
             state.bind(module)
+
+    def bind_layouts(self, layouts: Mapping[str, Tensor]) -> None:
+        """Take the parameter names of a sharded model; see `HookState.bind_layouts`."""
+        super().bind_layouts(layouts)
+        for _, state in self._with_memory():
+            state.bind_layouts(layouts)
 
     def _with_memory(self) -> list[tuple[str, HookState]]:
         """The methods in use that keep error memory, by name."""

@@ -7,7 +7,7 @@ world size, resynchronization after errors, pickling and telemetry follow from t
 import functools
 import logging
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -160,10 +160,20 @@ class HookState(Checkpointed):
         self._names.bind(module)
         self._check_patterns()
 
+    def check_names(self, names: Sequence[str]) -> None:
+        """Raise ValueError unless the state fits a sharded model with these parameters, before `bind_layouts`."""
+        self._names.check_names(names)
+        self._check_patterns(names)
+
     def bind_layouts(self, layouts: Mapping[str, Tensor]) -> None:
-        """Take the parameter names of a sharded model, with tensors in the layouts of this rank's gradients."""
+        """Take the parameter names of a sharded model.
+
+        Args:
+            layouts: by parameter name, tensors in the layouts of this rank's gradients; empty ones for parameters that
+                are not compressed on this rank.
+        """
         self._names.bind_layouts(layouts)
-        self._check_patterns()
+        self._patterns_match = True
 
     def parameter_names(self, bucket: GradBucket) -> tuple[str, ...]:
         """The names of the bucket's parameters, or numbers if they are not known.
@@ -184,11 +194,11 @@ class HookState(Checkpointed):
         find = getattr(self.options, "unmatched_pattern", None)
         return find(names) if find is not None else None
 
-    def _check_patterns(self) -> None:
-        """Raise ValueError if a pattern matches no parameter, once all names are known."""
-        if not self._names.is_complete:
+    def _check_patterns(self, names: Iterable[str] | None = None) -> None:
+        """Raise ValueError if a pattern matches none of ``names``, by default of the model's once all are known."""
+        if names is None and not self._names.is_complete:
             return
-        names = sorted(self._names.known())
+        names = sorted(self._names.known() if names is None else names)
         if (unmatched := self.unmatched_pattern(names)) is not None:
             numbered = all(is_number(name) for name in names)
             remedy = "Call state.bind(model), which names them, or use" if numbered else "Correct or remove it:"

@@ -252,13 +252,14 @@ class QuantizationState(HookState):
         """This rank's errors of both shots, by parameter name."""
         return {ERRORS: bucket.folded_errors()}
 
-    def take_back(self, name: str, gradient: Tensor) -> None:
+    def take_back(self, name: str, gradient: Tensor) -> bool:
         """Keep a reduced gradient that was not applied, for the next step; see `HookState.take_back`."""
-        super().take_back(name, gradient)
         plain = plain_name(name)
         for names, (_, bucket) in self._buckets.items():
             if isinstance(bucket, NodeBucket) and plain in names:
                 bucket.take_back(plain, self._share(ERRORS, as_real(gradient), self._group))
+                return bucket.errors is not None
+        return super().take_back(name, gradient)
 
     def keeps(self, entry: str) -> bool:
         """Every parameter has errors, unless error feedback is off."""

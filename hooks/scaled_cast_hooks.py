@@ -1,6 +1,6 @@
 """16-bit all-reduce with delayed scaling: the precision of fp16 without its narrow range."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -170,6 +170,17 @@ class ScaledCastState(HookState):
         self._exponents = dict(zip(state_dict["names"], exponents.unbind(), strict=True))
         self._counters = counters
         self.expect_handshake()
+
+    def merge_shards(self, saved: dict[str, Any], shards: Sequence[dist.ProcessGroup]) -> dict[str, Any]:
+        """Take the smallest scale of all shards of a parameter; see `HookState.merge_shards`."""
+        has_scale = torch.tensor([[name in self._exponents] for name in saved["names"]])
+        device = next(iter(self._exponents.values())).device if self._exponents else torch.device("cpu")
+        exponents = saved["exponents"].where(has_scale, MAX_EXPONENT).to(device)
+        for group in shards:
+            dist.all_reduce(exponents, dist.ReduceOp.MIN, group=group)
+        # A parameter without a scale on any rank has the flag MAX_EXPONENT.
+        exponents = exponents.where(exponents[:, 1:] <= 1, 0).cpu()
+        return {**saved, "exponents": exponents}
 
     def replicated_state(self) -> dict[str, Any]:
         """Scales and the number of skipped steps; see `HookState.replicated_state`."""

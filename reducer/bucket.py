@@ -17,7 +17,7 @@ from gradwire.kernels import Fitting, SegmentTable, flatten, gradient_layout, un
 from gradwire.reducer import errors, torch_internals
 
 # Arguments: parameter name, and the part of its reduced gradient that was sent but is not applied.
-TakeBack = Callable[[str, Tensor], None]
+TakeBack = Callable[[str, Tensor], object]
 
 _grad_of = attrgetter("grad")
 

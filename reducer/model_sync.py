@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -14,9 +13,10 @@ from torch import Tensor
 
 from gradwire.comm import GroupTransport
 from gradwire.comm.connections import Connections
-from gradwire.comm.store_collectives import MAX_SHOWN, collective_timeout, format_differences, store_all_gather
+from gradwire.comm.store_collectives import MAX_SHOWN, format_differences
 from gradwire.comm.torch_internals import collective_counts
 from gradwire.hooks._handshake import digest
+from gradwire.hooks._recovery import check_collectives, format_by_rank, gather_json, share_hook_state
 from gradwire.hooks.hook_state import HookState
 from gradwire.reducer.ddp_interface import DDPReducer
 from gradwire.reducer.torch_internals import assign_buckets
@@ -124,9 +124,9 @@ def resynchronize(
         "collectives": collective_counts(group),
         "parameters": digest(parameters),
     }
-    by_rank = _gather_json(group, CALL, mine)
+    by_rank = gather_json(group, CALL, mine)
     _check_source([one["from_rank"] for one in by_rank])
-    _check_collectives([one["collectives"] for one in by_rank])
+    check_collectives([one["collectives"] for one in by_rank])
     if from_rank is None and len({one["parameters"] for one in by_rank}) > 1:
         _raise_parameters_differ(group, parameters)
     reducer.exchange.connections.renew(1 + max(one["generation"] for one in by_rank))
@@ -141,7 +141,7 @@ def resynchronize(
                 source,
             )
         if isinstance(reducer.hook.state, HookState):
-            _share_hook_state(
+            share_hook_state(
                 reducer.hook.state, reducer.exchange.transport, source, group.rank(), reducer.exchange.device
             )
 
@@ -151,39 +151,25 @@ def begin_together(connections: Connections) -> None:
     connections.forget_users()
     if connections.group.size() > 1:
         mine = connections.generation, connections.has_failed
-        by_rank = _gather_json(connections.group, "DistributedDataParallel()", mine)
+        by_rank = gather_json(connections.group, "DistributedDataParallel()", mine)
         if any(has_failed for _, has_failed in by_rank):
             connections.renew(1 + max(generation for generation, _ in by_rank))
-
-
-def _gather_json(group: dist.ProcessGroup, purpose: str, value: object) -> list[Any]:
-    """Every rank's value, through the store."""
-    texts = store_all_gather(group, purpose, json.dumps(value), collective_timeout(group))
-    return [json.loads(text) for text in texts]
 
 
 def _check_source(ranks: Sequence[Any]) -> None:
     if any(rank is not None and not (isinstance(rank, int) and 0 <= rank < len(ranks)) for rank in ranks):
         raise ValueError(
-            f"from_rank is {_by_rank(ranks)}; expected None or a rank of the process group, 0 to {len(ranks) - 1}."
+            f"from_rank is {format_by_rank(ranks)}; expected None or a rank of the process group, 0 to "
+            f"{len(ranks) - 1}."
         )
     if len(set(ranks)) > 1:
-        raise ValueError(f"from_rank is {_by_rank(ranks)}; expected the same on every rank.")
-
-
-def _check_collectives(counts: Sequence[Sequence[int]]) -> None:
-    if any(count != counts[0] for count in counts):
-        raise RuntimeError(
-            f"The ranks have issued different numbers of collectives on the process group itself: {_by_rank(counts)}. "
-            "The missing collectives leave it stuck, and gradwire can replace only groups that it created. Restart "
-            "the job from a checkpoint, or destroy the process group on every rank and initialize a new one."
-        )
+        raise ValueError(f"from_rank is {format_by_rank(ranks)}; expected the same on every rank.")
 
 
 def _raise_parameters_differ(group: dist.ProcessGroup, parameters: Mapping[str, Tensor]) -> None:
     """Raise, on every rank, with the names of the parameters that differ."""
     mine = [digest({name: parameter}) for name, parameter in parameters.items()]
-    by_rank = _gather_json(group, f"{CALL}: parameters", mine)
+    by_rank = gather_json(group, f"{CALL}: parameters", mine)
     differing = [name for name, *digests in zip(parameters, *by_rank, strict=True) if len(set(digests)) > 1]
     alike: dict[str, list[int]] = {}
     for rank, digests in enumerate(by_rank):
@@ -193,24 +179,3 @@ def _raise_parameters_differ(group: dist.ProcessGroup, parameters: Mapping[str, 
         f"{len(parameters)}, the first of them {differing[0]}. Some ranks have applied the failed step, others have "
         "not. Call resynchronize(from_rank=...) on every rank to take those of one rank, or restart from a checkpoint."
     )
-
-
-def _by_rank(values: Sequence[Any]) -> str:
-    return ", ".join(f"{value!r} on rank {rank}" for rank, value in enumerate(values))
-
-
-def _share_hook_state(
-    state: HookState, transport: GroupTransport, source: int, rank: int, device: torch.device
-) -> None:
-    """Load the replicated part of the hook state of rank ``source`` on every rank."""
-    saved = io.BytesIO()
-    if rank == source:
-        torch.save(state.replicated_state(), saved)
-    size = torch.tensor([saved.tell()], device=device)
-    transport.wait(transport.broadcast(size, source))
-    content = bytearray(saved.getvalue() if rank == source else int(size))
-    message = torch.frombuffer(content, dtype=torch.uint8)  # shares the memory of `content`
-    sent = message.to(device)
-    transport.wait(transport.broadcast(sent, source))
-    message.copy_(sent)
-    state.load_replicated_state(torch.load(io.BytesIO(content), weights_only=True))

@@ -14,11 +14,13 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from gradwire.compress._validation import check_elements, check_entries, check_tensor
 from gradwire.hooks._bucket import CommHook
+from gradwire.hooks._checkpoint import option_values
 from gradwire.hooks._handshake import HookSettings, check_pairing, in_group
 from gradwire.hooks._parameter_names import plain_name
 from gradwire.hooks.hook_state import HookState
 from gradwire.kernels import WIRE_FORMATS
 from gradwire.sharded.exchange import ShardedExchange
+from gradwire.sharded.recovery import resynchronize
 from gradwire.sharded.replicas import ReplicaGroup
 from gradwire.sharded.shards import QuantizedReduceScatter, ReduceScatterOptions
 from gradwire.sharded.torch_internals import (
@@ -30,7 +32,9 @@ from gradwire.sharded.torch_internals import (
     replace_reduce_scatter,
     replace_replica_group,
     replica_group,
+    replicas_of,
     restore,
+    shard_group,
 )
 
 WITHIN = "within"  # the entry of a checkpoint with the errors of the reduce-scatter
@@ -51,14 +55,17 @@ class Attachment:
         groups: Sequence[tuple[Any, Any, Any]] = (),
         parameters: Mapping[str, Any] | None = None,
         exchange: ShardedExchange | None = None,
+        model: nn.Module | None = None,
     ) -> None:
         self.state = state
         self.report = report
+        self._model = model
         self._groups = groups  # parameter groups, with the mesh and the reduce-scatter that they had
         self._parameters = parameters or {}  # FSDP2's parameters by name
         self._exchange = exchange
         attached = [reduce_scatter_of(group) for group, _, _ in groups]
-        self._scattered = [each for each in attached if isinstance(each, QuantizedReduceScatter) and each.has_errors]
+        self._quantized = [each for each in attached if isinstance(each, QuantizedReduceScatter)]
+        self._scattered = [each for each in self._quantized if each.has_errors]
 
     def __repr__(self) -> str:
         return f"Attachment({self.report})"
@@ -78,6 +85,29 @@ class Attachment:
         for group, mesh_info, reduce_scatter in self._groups:
             restore(group, mesh_info, reduce_scatter)
 
+    def resynchronize(self) -> None:
+        """Resume after an error in a backward. A collective call: every rank must make it.
+
+        Discard the gradients first, with ``optimizer.zero_grad()``, and start the step again with its first
+        micro-batch. The results of the failed step return to the error memory: they are applied later. See
+        docs/fsdp.md.
+
+        Raises:
+            RuntimeError: the model cannot go on, and must be restarted from a checkpoint: some ranks have finished the
+                failed step, collectives of FSDP2 are missing on some ranks, or optimizers run in the backward. Or the
+                model is a DistributedDataParallel, which has its own ``resynchronize()``.
+        """
+        if self._model is None or self._exchange is None:
+            raise RuntimeError("The model is a DistributedDataParallel: call its own resynchronize().")
+        resynchronize(
+            self._model,
+            self.state,
+            self._parameters,
+            self._exchange,
+            self._quantized,
+            next((found for _, mesh_info, _ in self._groups if (found := replicas_of(mesh_info)) is not None), None),
+        )
+
     @property
     def within_error_bytes(self) -> int:
         """Bytes of the error memory of the reduce-scatter on this rank, which is allocated in the first backward."""
@@ -93,19 +123,17 @@ class Attachment:
 
         Raises:
             TypeError: neither the hook nor the reduce-scatter has memory.
-            NotImplementedError: the state has entries that fit one number of shards only (`ScaledCastState`,
-                `AutoState`).
+            NotImplementedError: the state has entries that fit one number of shards only (`AutoState`).
         """
+        if self._exchange is None:
+            return self._memory_state().state_dict()
         saved: dict[str, Any] = {}
         if isinstance(self.state, HookState) or not self._scattered:
             saved = self._memory_state().state_dict()
             memory, counts = self.state.memory, [entry for entry in saved if not isinstance(saved[entry], int)]
             if not memory and counts:
-                raise NotImplementedError(
-                    f"{', '.join(counts)} in {type(self.state).__name__} cannot be loaded with another number of "
-                    "shards. Save state.state_dict() of every rank in a separate file, and resume with the same mesh."
-                )
-            for entry in counts:
+                saved = self.state.merge_shards(saved, self._shard_groups())
+            for entry in counts if memory else ():
                 if entry not in memory or memory[entry].shape is None:
                     del saved[entry]
                 else:
@@ -122,6 +150,8 @@ class Attachment:
         Raises:
             ValueError: the state does not fit the model; see `HookState.load_state_dict`. Nothing is modified.
         """
+        if self._exchange is None:
+            return self._memory_state().load_state_dict(state_dict)
         within = _local_shards(state_dict, WITHIN) if self._scattered else {}
         for name, parameter in self._trainable() if self._scattered else ():
             check_tensor(f"within[{name!r}]", within.get(name), (torch.float32,), tuple(parameter.sharded_size))
@@ -129,15 +159,19 @@ class Attachment:
         if isinstance(self.state, HookState) or not self._scattered:
             state = self._memory_state()
             loaded: dict[str, Any] = {entry: {} for entry in state.memory} | state.counts()
+            compressed = set(state._names.compressible().values())  # others have zeros in a checkpoint
             for entry, value in state_dict.items():
                 if entry in state.memory:
                     shards = _local_shards(state_dict, entry)
-                    loaded[entry] = {name: each for name, each in shards.items() if each.numel() > 0}
+                    loaded[entry] = {
+                        name: each for name, each in shards.items() if name in compressed or each.count_nonzero() > 0
+                    }
                 elif entry != WITHIN:
                     loaded[entry] = value
             state.load_state_dict(loaded)
         for each in self._scattered:
             each.load_errors(within)
+        self._exchange.is_loaded = True
 
     def _memory_state(self) -> HookState:
         if not isinstance(self.state, HookState):
@@ -145,6 +179,10 @@ class Attachment:
                 f"The state is {self.state!r}, which keeps nothing between steps: there is nothing to save."
             )
         return self.state
+
+    def _shard_groups(self) -> list[dist.ProcessGroup]:
+        found = (shard_group(group) for group, _, _ in self._groups)
+        return list(dict.fromkeys(each for each in found if each is not None))
 
     def _trainable(self) -> Iterable[tuple[str, Any]]:
         return ((name, each) for name, each in self._parameters.items() if each.sharded_param.requires_grad)
@@ -219,8 +257,13 @@ def attach(
     module_names = {module: plain_name(found) for found, module in model.named_modules()}
     names = {group: parameter_names(group, module_names) for group in groups}
     _check_patterns(options, [name for each in names.values() for name in each])
+    if averages and isinstance(state, HookState):
+        state.check_names([name for group, _ in replicated for name in names[group]])
     before = [(group, group.mesh_info, reduce_scatter_of(group)) for group in groups]
-    exchange, report = ShardedExchange(), []
+    process_groups = [each for group in groups for each in (shard_group(group), replica_group(group)) if each]
+    settings = {name: str(value) for name, value in option_values(options).items()}
+    exchange = ShardedExchange(process_groups, groups[0].device, {"hook": "attach", **settings})
+    report = []
     if averages:
         assert hook is not None
         state = in_group(state, hook, replicated[0][1])
@@ -236,7 +279,7 @@ def attach(
     if plain:
         report.append(f"plain: {', '.join(plain)}")
     parameters = {name: each for group in groups for name, each in zip(names[group], group.fsdp_params, strict=True)}
-    return Attachment(state, "; ".join(report), before, parameters, exchange)
+    return Attachment(state, "; ".join(report), before, parameters, exchange, model)
 
 
 def _reduce_scatter_options(within: object) -> ReduceScatterOptions | None:
@@ -315,7 +358,9 @@ def _attach_to_replicas(
     for bucket in found:
         bucket.model_parameters = list(layouts.values())
     if isinstance(state, HookState):
-        state.bind_layouts(layouts)
+        # A pattern may match only parameters that are not compressed, or of which this rank has no rows.
+        empty = {name: torch.empty(0, device=group.device) for group, _ in replicated for name in names[group]}
+        state.bind_layouts(empty | layouts)
         exchange.step_ends.append(state.begin_step)
     return (
         f"{_name_of(hook)} compresses the all-reduce of {exchange.n_groups} parameter groups between "

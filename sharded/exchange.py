@@ -2,31 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from gradwire.comm import connections_of
+from gradwire.comm.connections import has_streams
 from gradwire.comm.torch_internals import NO_BACKWARD, current_backward, queue_callback
+from gradwire.comm.transport import wait_for
+from gradwire.hooks._handshake import compare_settings
+from gradwire.sharded.torch_internals import holds_partial_sums
 
 
 class ShardedExchange:
     """Which backward of a model runs, and whether a compressed exchange has failed in it.
 
     A step ends with its backward. Errors are raised then, too: until the end of the backward, FSDP2 makes its own
-    collectives, which the other ranks of a replica expect.
+    collectives, which the other ranks of a replica expect. An error on one rank is raised on all ranks of the model:
+    a rank that fails leaves the exchange in all its process groups. At the end of the backward, all ranks meet, so that
+    none goes on while another one raises. On NCCL they do not: the hosts would have to wait for their devices.
+
+    Args:
+        groups: the process groups of shards and of replicas, in the same order on all ranks.
+        device: device of the gradients.
+        settings: settings that must be equal on all ranks, with the name of the ``hook``.
 
     Attributes:
         n_groups: number of parameter groups that are averaged between replicas in a whole step.
+        n_steps: number of backwards that have raised no error.
         averaged: the process groups of the parameter groups that a hook has averaged in this backward.
         step_ends: called at the end of every backward that has raised no error.
+        unapplied: functions by parameter group that add the results of this step to the error memory, if it fails.
+        is_loaded: whether a checkpoint was loaded since the ranks compared their settings.
     """
 
-    def __init__(self) -> None:
-        self.n_groups = 0
+    def __init__(self, groups: Iterable[dist.ProcessGroup], device: torch.device, settings: Mapping[str, str]) -> None:
+        self.groups = list(dict.fromkeys(groups))
+        self.n_groups = self.n_steps = 0
         self.averaged: list[object] = []
         self.step_ends: list[Callable[[], None]] = []
+        self.unapplied: dict[object, list[Callable[[], None]]] = {}
+        self.is_loaded = False
+        self._device, self._settings = device, settings
+        self._agreed: dict[dist.ProcessGroup, int] = {}  # generation of the connections in the latest handshake
         self._backward = NO_BACKWARD
         self._error: Exception | None = None  # of this backward
 
@@ -43,32 +64,86 @@ class ShardedExchange:
     def attempt(self, group: dist.ProcessGroup, exchange: Callable[[], None]) -> None:
         """Call ``exchange``, which exchanges gradients between the ranks of ``group``, unless this backward has failed.
 
-        The error of a rank is raised on all ranks of the group.
+        The error of a rank is raised on all ranks of the model.
         """
         if self._error is not None:
             return
+        if group not in self.groups:  # FSDP2's own for the reduce-scatter, `set_separate_reduce_scatter_group`
+            self.groups.append(group)
         try:
-            connections = connections_of(group)
-            connections.check()
+            for each in self.groups:
+                connections_of(each).check()
         except RuntimeError as error:  # the group was destroyed, or an earlier exchange failed
             self._error = error
+            self.leave(str(error))
             return
         try:
+            self._compare_settings()
             with torch.no_grad():
                 exchange()
         except Exception as error:
-            elsewhere = connections.failure_elsewhere(wait=type(error) is RuntimeError)  # gloo's, if a rank has left
-            self._error = error if elsewhere is None else RuntimeError(f"{elsewhere}\nOn this rank: {error}")
-            connections.fail(elsewhere or f"The gradient exchange failed on rank {dist.get_rank()}: {error}")
+            # gloo's, if a rank has left
+            elsewhere = connections_of(group).failure_elsewhere(wait=type(error) is RuntimeError)
+            is_included = elsewhere is None or elsewhere in str(error)
+            self._error = error if is_included else RuntimeError(f"{elsewhere}\nOn this rank: {error}")
+            self.leave(elsewhere or f"The gradient exchange failed on rank {dist.get_rank()}: {error}")
+
+    def leave(self, reason: str) -> None:
+        """Leave the exchange in all process groups; see `Connections.fail`."""
+        for group in self.groups:
+            with suppress(RuntimeError):  # the group was destroyed
+                connections_of(group).fail(reason)
+
+    def _compare_settings(self) -> None:
+        """The handshake of all ranks, at the first exchange, after a load, and on new connections."""
+        generations = {group: connections_of(group).generation for group in self.groups}
+        if generations == self._agreed and not self.is_loaded:
+            return
+        again = generations == self._agreed
+        settings = {**self._settings, "checkpoint loaded since the last handshake": str(self.is_loaded)}
+        for group in self.groups:
+            compare_settings(group, settings, again)
+        self._agreed, self.is_loaded = generations, False
 
     def _end_backward(self) -> None:
         # Callbacks run in order, and FSDP2's own may still reduce the parameter groups that are left.
-        queue_callback(self._end_step)
+        queue_callback(self._meet)
+
+    def _meet(self) -> None:
+        """Wait for the other ranks at the end of a backward, and end the step."""
+        if not has_streams(self._device):
+            for group in self.groups:
+                self.attempt(group, partial(_barrier, group, self._device))
+        self._end_step()
 
     def _end_step(self) -> None:
         self._backward, self.averaged = NO_BACKWARD, []
         error, self._error = self._error, None
         if error is not None:
+            self.take_back()
             raise error
+        self.n_steps += 1
+        for group in list(self.unapplied):
+            if not holds_partial_sums(group):
+                del self.unapplied[group]
         for step_ends in self.step_ends:
             step_ends()
+
+    def restart(self) -> None:
+        """Discard the step that an error has ended."""
+        self._backward, self.averaged, self._error = NO_BACKWARD, [], None
+        self.take_back()
+
+    def take_back(self) -> None:
+        """Add the results of a step that is not applied to the error memory."""
+        unapplied, self.unapplied = self.unapplied, {}
+        with torch.no_grad():
+            for functions in unapplied.values():
+                for function in functions:
+                    function()
+
+
+def _barrier(group: dist.ProcessGroup, device: torch.device) -> None:
+    connections = connections_of(group)
+    transport = connections.transport("end of a backward", device)
+    wait_for(transport.start_all_reduce(torch.zeros(1)), connections.check_peers)

@@ -14,9 +14,11 @@ from gradwire.comm import connections_of
 from gradwire.comm.transport import wait_for
 from gradwire.compress import Gradients
 from gradwire.hooks._bucket import CommHook, is_zero_copy
+from gradwire.hooks.hook_state import HookState
 from gradwire.kernels import SegmentTable, unflatten
 from gradwire.sharded.exchange import ShardedExchange
-from gradwire.sharded.torch_internals import trainable
+from gradwire.sharded.shards import QuantizedReduceScatter
+from gradwire.sharded.torch_internals import reduce_scatter_of, trainable
 
 
 class ShardBucket:
@@ -77,7 +79,10 @@ class ShardBucket:
 
     def gradients(self) -> list[Tensor]:
         """One view of the flat tensor per parameter."""
-        flat = self.buffer()
+        return self.views(self.buffer())
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """One view of a flat tensor per parameter."""
         return [
             flat.as_strided(layout.shape, layout.stride(), flat.storage_offset() + offset)
             for layout, offset in zip(self._layouts, self._offsets, strict=True)
@@ -157,12 +162,12 @@ class ReplicaGroup(dist.ProcessGroup):
         if bucket is None or not is_whole or not (is_mean or operation == dist.ReduceOp.SUM):
             return self.replicas.allreduce(tensors, options)
         exchange.averaged.append(self)
-        exchange.attempt(self.replicas, partial(self._average, bucket, flat))
+        exchange.attempt(self.replicas, partial(self._average, bucket, flat, is_mean))
         if not is_mean:
             flat.mul_(self.size())
         return None
 
-    def _average(self, bucket: ShardBucket, flat: Tensor) -> None:
+    def _average(self, bucket: ShardBucket, flat: Tensor, is_mean: bool) -> None:
         connections, n_averaged = connections_of(self.replicas), len(self._exchange.averaged)
         bucket.collect(flat, n_averaged - 1, n_averaged == self._exchange.n_groups, self._is_zero_copy)
         try:
@@ -172,6 +177,21 @@ class ReplicaGroup(dist.ProcessGroup):
             bucket.finish(value if isinstance(value, Tensor) else value[0])
         finally:
             bucket.release()
+        if isinstance(self._state, HookState):
+            kept = flat if is_mean else flat.clone()  # FSDP2 divides sums
+            self._exchange.unapplied[self._group] = [partial(self._take_back, bucket, kept)]
+
+    def _take_back(self, bucket: ShardBucket, mean: Tensor) -> None:
+        """Add a mean that was not applied to the errors of the hook, or of the reduce-scatter if the hook has none."""
+        if not mean.isfinite().all():  # the errors have not changed
+            return
+        names = bucket.parameter_names()
+        taken = [
+            name for name, view in zip(names, bucket.views(mean), strict=True) if self._state.take_back(name, view)
+        ]
+        reduce_scatter = reduce_scatter_of(self._group)
+        if isinstance(reduce_scatter, QuantizedReduceScatter):
+            reduce_scatter.take_back(mean, taken)
 
     def bucket(self, dtype: torch.dtype) -> ShardBucket | None:
         """Shards of the trainable parameters, in ``dtype``; None if this rank has none, or their order is unknown."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +14,6 @@ from torch import Tensor
 from gradwire.comm import Transport, connections_of
 from gradwire.comm.transport import wait_for
 from gradwire.compress import ScatterBucket, quantized_reduce_scatter
-from gradwire.hooks._checkpoint import option_values
-from gradwire.hooks._handshake import compare_settings
 from gradwire.hooks.quantization_hooks import BlockOptions
 from gradwire.kernels import WIRE_FORMATS
 from gradwire.sharded.exchange import ShardedExchange
@@ -72,12 +71,12 @@ class QuantizedReduceScatter:
         self._group, self._names, self._replicas = group, names, replicas
         self._options, self._exchange = options, exchange
         self._shards: dist.ProcessGroup | None = None  # the ranks of the latest call
+        self._scale = 1.0  # of the latest call
         # By size and dtype of the flat tensor, and parameter names; None: of any parameters.
         self._buckets: dict[tuple[int, torch.dtype, tuple[str, ...] | None], ScatterBucket] = {}
         self._errors: dict[str, Tensor] = {}  # by parameter name, [n, elements in a shard]: views of a bucket's
         self._loaded: dict[str, Tensor] = {}  # errors of this rank's shard, which no step has used yet
-        self._agreed: set[tuple[dist.ProcessGroup, int]] = set()
-        self._n_calls = 0
+        self.n_calls = 0
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate a tensor as the native reduce-scatter does."""
@@ -106,21 +105,31 @@ class QuantizedReduceScatter:
 
     def _reduce(self, output: Tensor, gradients: Tensor, group: dist.ProcessGroup, scale: float) -> None:
         connections = connections_of(group)
-        if (group, connections.generation) not in self._agreed:
-            facts = {name: str(value) for name, value in option_values(self._options).items()}
-            compare_settings(group, {"hook": "attach(within=...)", **facts})
-            self._agreed.add((group, connections.generation))
         executor = connections.executor(gradients.device)
         bucket = self._bucket(gradients, executor.transport)
-        self._shards, self._n_calls = group, self._n_calls + 1
+        self._scale = scale
+        self._shards, self.n_calls = group, self.n_calls + 1
         future = executor.submit(
             lambda workspace: quantized_reduce_scatter(
-                bucket, gradients, output, scale, self._n_calls, executor.transport, workspace
+                bucket, gradients, output, scale, self.n_calls, executor.transport, workspace
             ),
             "gradwire::reduce-scatter",
         )
         connections.finish()
         wait_for(future, connections.check_peers)
+        if bucket.errors is not None:
+            # FSDP2 overwrites the result: all-reduces it, and divides sums.
+            unapplied = partial(self.take_back, output.clone())
+            self._exchange.unapplied.setdefault(self._group, []).append(unapplied)
+
+    def take_back(self, shard: Tensor, excluded: Collection[str] = ()) -> None:
+        """Add this rank's shard of a result that was not applied to the errors, except for ``excluded`` parameters."""
+        assert self._shards is not None
+        sizes = flat_order(self._group, self._names) or {}
+        parts = shard.split([size.numel() for size in sizes.values()])
+        for name, part in zip(sizes, parts, strict=True):
+            if name in self._errors and name not in excluded and part.isfinite().all():
+                self._errors[name][self._shards.rank()] += part / self._scale
 
     def _bucket(self, gradients: Tensor, transport: Transport) -> ScatterBucket:
         """The bucket of a flat tensor: one part per parameter, or a single one if they are not known or needed."""

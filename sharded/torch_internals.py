@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,12 +17,13 @@ _GROUP_NAMES = (
     "fsdp_params",
     "mesh_info",
     "device",
-    "mp_policy",
     "gradient_divide_factor",
+    "_partial_reduce_output",
     "_reduce_scatter_comm",
 )
 _PARAMETER_NAMES = (
     "_module_info",
+    "mp_policy",
     "sharded_param",
     "sharded_size",
     "contiguous_sharded_stride",
@@ -39,7 +40,7 @@ def parameter_groups(model: nn.Module) -> Iterator[Any]:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             try:
-                groups = module._get_fsdp_state()._fsdp_param_groups
+                groups = _groups_of(module._get_fsdp_state())
                 for group in groups:
                     _require(group, _GROUP_NAMES)
                     _require_mesh(group.mesh_info)
@@ -53,6 +54,13 @@ def parameter_groups(model: nn.Module) -> Iterator[Any]:
                     f"gradwire is tested with torch {oldest} to {newest}: install one of these, or a newer gradwire."
                 ) from error
             yield from groups
+
+
+def _groups_of(state: Any) -> list[Any]:
+    """The parameter groups of a module; up to PyTorch 2.11 there is at most one."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 def _require(owner: object, names: tuple[str, ...]) -> None:
@@ -72,9 +80,48 @@ def has_shards(group: Any) -> bool:
     return getattr(group.mesh_info, "shard_mesh_size", 1) > 1
 
 
+def shard_group(group: Any) -> dist.ProcessGroup | None:
+    """The process group over which a parameter group is sharded; None without shards."""
+    return group.mesh_info.shard_process_group if has_shards(group) else None
+
+
+def holds_partial_sums(group: Any) -> bool:
+    """Whether a parameter group holds sums of a replica that later micro-batches will all-reduce."""
+    return group._partial_reduce_output is not None
+
+
+def is_in_backward(model: nn.Module) -> bool:
+    """Whether an error has ended a backward that FSDP2 still takes for running, and that `discard_step` cannot end."""
+    states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
+    is_queued = any(state._state_ctx.post_backward_final_callback_queued for state in states)
+    can_reset = hasattr(FSDPModule, "reset_iter_state") and any(state._is_root for state in states)
+    return is_queued and not can_reset
+
+
+def discard_step(model: nn.Module) -> None:
+    """Let FSDP2 forget a step that an error has ended."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            for group in _groups_of(state):
+                group._partial_reduce_output = None
+            if state._is_root and hasattr(module, "reset_iter_state"):
+                module.reset_iter_state()
+
+
+def runs_optimizers(parameters: Iterable[Any]) -> bool:
+    """Whether FSDP2's parameters have hooks that may apply a gradient in the backward."""
+    return any(getattr(each.sharded_param, "_post_accumulate_grad_hooks", None) for each in parameters)
+
+
 def replica_group(group: Any) -> dist.ProcessGroup | None:
     """The process group over which a parameter group is all-reduced between replicas; None without replicas."""
-    found = getattr(group.mesh_info, "replicate_process_group", None)
+    return replicas_of(group.mesh_info)
+
+
+def replicas_of(mesh_info: Any) -> dist.ProcessGroup | None:
+    """`replica_group`, from the mesh of a parameter group."""
+    found = getattr(mesh_info, "replicate_process_group", None)
     return found if isinstance(found, dist.ProcessGroup) else None
 
 
@@ -138,6 +185,6 @@ def mean_weight(group: Any) -> float:
 
 def reduced_dtype(group: Any) -> torch.dtype:
     """The dtype in which a parameter group is expected to reduce its gradients."""
-    policy = group.mp_policy
-    dtype: torch.dtype = policy.reduce_dtype or policy.param_dtype or group.fsdp_params[0].sharded_param.dtype
+    first = group.fsdp_params[0]
+    dtype: torch.dtype = first.mp_policy.reduce_dtype or first.mp_policy.param_dtype or first.sharded_param.dtype
     return dtype

@@ -1,0 +1,93 @@
+"""`resynchronize`: all ranks of a sharded model resume after a failed step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gradwire.comm import connections_of
+from gradwire.comm.torch_internals import collective_counts
+from gradwire.hooks._handshake import digest
+from gradwire.hooks._recovery import check_collectives, gather_json, share_hook_state
+from gradwire.hooks.hook_state import HookState
+from gradwire.sharded.exchange import ShardedExchange
+from gradwire.sharded.shards import QuantizedReduceScatter
+from gradwire.sharded.torch_internals import discard_step, is_in_backward, runs_optimizers
+
+CALL = "Attachment.resynchronize()"
+REMEDY = "Restart the job from a checkpoint."
+
+
+def resynchronize(
+    model: nn.Module,
+    state: object,
+    parameters: Mapping[str, Any],
+    exchange: ShardedExchange,
+    reduce_scatters: Sequence[QuantizedReduceScatter],
+    replicas: dist.ProcessGroup | None,
+) -> None:
+    """Discard the failed step, replace the connections, and share the hook's state: `Attachment.resynchronize`.
+
+    All checks come before any change, on facts of all ranks exchanged through the store: collectives may be stuck.
+    """
+    exchange.leave(f"{CALL} was called")
+    shards = {name: each.sharded_param.detach().to_local() for name, each in parameters.items()}
+    mine = {
+        "generation": max(connections_of(group).generation for group in exchange.groups),
+        "collectives": {str(dist.get_process_group_ranks(each)): collective_counts(each) for each in exchange.groups},
+        "steps": exchange.n_steps,
+        "replicas": None if replicas is None else str(dist.get_process_group_ranks(replicas)),
+        "parameters": digest(shards),
+        "in backward": is_in_backward(model),
+        "optimizers": runs_optimizers(parameters.values()),
+        "iter": state.iter if isinstance(state, HookState) else 0,
+        "calls": max((each.n_calls for each in reduce_scatters), default=0),
+    }
+    facts: dict[str, Any] = {str(dist.get_rank()): mine}
+    for group in exchange.groups:  # then, in a mesh of two dimensions, those of all ranks
+        facts = {rank: fact for some in gather_json(group, CALL, facts) for rank, fact in some.items()}
+    every = [facts[rank] for rank in sorted(facts, key=int)]
+    _check(every)
+    for group in exchange.groups:
+        connections_of(group).renew(1 + max(one["generation"] for one in every))
+    exchange.restart()
+    discard_step(model)
+    for each in reduce_scatters:
+        each.n_calls = max(one["calls"] for one in every)
+    if isinstance(state, HookState) and replicas is not None:
+        device = next(iter(shards.values())).device
+        try:
+            transport = connections_of(replicas).transport(CALL, device)
+            share_hook_state(state, transport, 0, replicas.rank(), device)
+        except BaseException as error:
+            exchange.leave(f"{CALL} failed on rank {dist.get_rank()}: {error}")
+            raise
+        state.continue_at(min(one["iter"] for one in every))
+
+
+def _check(facts: Sequence[Mapping[str, Any]]) -> None:
+    """Raise RuntimeError, on every rank, if some have applied the failed step, or FSDP2 cannot go on."""
+    for ranks in {ranks for one in facts for ranks in one["collectives"]}:
+        check_collectives([one["collectives"][ranks] for one in facts if ranks in one["collectives"]])
+    if any(one["in backward"] for one in facts):
+        raise RuntimeError(
+            f"FSDP2 is in the middle of a backward that has raised an error, and torch {torch.__version__} has no "
+            f"FSDPModule.reset_iter_state(). {REMEDY}"
+        )
+    if any(one["optimizers"] for one in facts):
+        raise RuntimeError(
+            "Hooks of register_post_accumulate_grad_hook may have applied a part of the failed step to the "
+            f"parameters. {REMEDY}"
+        )
+    by_replicas: dict[Any, set[str]] = {}
+    for one in facts:
+        if one["replicas"] is not None:
+            by_replicas.setdefault(one["replicas"], set()).add(one["parameters"])
+    differing = [ranks for ranks, digests in by_replicas.items() if len(digests) > 1]
+    if differing or len({one["steps"] for one in facts}) > 1:
+        between = f": the parameters differ between ranks {' and '.join(differing)}" if differing else ""
+        raise RuntimeError(f"Some ranks have finished the failed step, others have not{between}. {REMEDY}")

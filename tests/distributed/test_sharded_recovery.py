@@ -1,0 +1,213 @@
+"""`Attachment.resynchronize`: a sharded model resumes after a failed step, and no gradient is lost."""
+
+import itertools
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+import gradwire
+from gradwire.hooks import _handshake
+from gradwire.hooks.powerSGD_hook import PowerSGDState
+from gradwire.hooks.quantization_hooks import QuantizationState
+from gradwire.sharded import ReduceScatterOptions
+from gradwire.sharded.exchange import ShardedExchange
+from tests.support.bits import assert_same_bits
+from tests.support.ranks import from_all_ranks, on_ranks
+from tests.support.sharded import backward, contributions, gradients, norm, sharded
+from tests.support.training import FailsInBackward, Fault, error_of, message_of, wrapped
+
+FAILS_ON = 1
+SHARDS = {"replicate": 1, "hsdp": 2, "fsdp": 4}
+START = 2
+WITHIN = ReduceScatterOptions(wire="int4", error_dtype=torch.float32, wires={"*.bias": "int4"})
+
+
+def int4():
+    return QuantizationState(wire="int4", start_iter=START, exempt=())
+
+
+def exact_state():
+    """A hook without error memory, which needs none."""
+    return QuantizationState(wires={"*": "fp32"}, use_error_feedback=False, start_iter=0)
+
+
+KINDS = {  # where, and the arguments of attach
+    "replicate": ("replicate", lambda: {"state": int4()}),
+    "hsdp": ("hsdp", lambda: {"state": int4()}),
+    "hsdp-powersgd": ("hsdp", lambda: {"state": PowerSGDState(None, 1, start_powerSGD_iter=START)}),
+    "hsdp-both": ("hsdp", lambda: {"state": int4(), "within": WITHIN}),
+    "hsdp-within": ("hsdp", lambda: {"within": WITHIN}),
+    "hsdp-within-no-errors": ("hsdp", lambda: {"state": exact_state(), "within": WITHIN}),
+    "fsdp": ("fsdp", lambda: {"within": WITHIN}),
+}
+QUICK = ("replicate", "hsdp-both", "hsdp-within-no-errors", "fsdp")
+SLOW = [pytest.mark.slow]
+
+
+def failing(number, is_done):
+    """Let one rank raise in an exchange of the next backward, before it or once ``is_done``."""
+    attempt, count = ShardedExchange.attempt, itertools.count()
+
+    def attempt_or_fail(self, group, exchange):
+        def fail():
+            if is_done:
+                exchange()
+            raise Fault("on one rank")
+
+        attempt(self, group, fail if next(count) == number and dist.get_rank() == FAILS_ON else exchange)
+
+    return mock.patch.object(ShardedExchange, "attempt", attempt_or_fail)
+
+
+def whole(named):
+    return {name: each.full_tensor().double() for name, each in named}
+
+
+def errors_of(attachment):
+    """All errors of the model, by parameter name."""
+    saved = attachment.state_dict()
+    memory = [whole(saved[entry].items()) for entry in ("errors", "within") if entry in saved]
+    return {name: sum(each[name] for each in memory) for name in memory[0]}
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=SLOW * (kind not in QUICK)) for kind in KINDS])
+@on_ranks(4, limit=120)
+def test_law1_over_failed_and_repeated_steps(kind):
+    """A shard of a replica's gradient in a failed step is either applied later, or lost as a whole."""
+    place, arguments = KINDS[kind]
+    model = sharded(place)
+    attachment = gradwire.attach(model, **arguments())
+    exact = {name: torch.zeros(each.shape, dtype=torch.float64) for name, each in model.named_parameters()}
+    applied = {name: each.clone() for name, each in exact.items()}
+
+    def step(number):
+        model.zero_grad()
+        assert error_of(backward, model, number) is None
+        for name, own in contributions(model, number).items():
+            exact[name] += own.sum(0)
+            applied[name] += dict(model.named_parameters())[name].grad.full_tensor()
+
+    for number in range(START + 1):
+        step(number)
+    kept = []
+    # Three parameter groups, each with one exchange or two, then one per process group at the end of the backward.
+    n_exchanges = 3 * ("state" in arguments() or "hook" in arguments()) + 3 * ("within" in arguments()) + 1
+    schedule = [(number, is_done) for number in range(n_exchanges) for is_done in (False, True)][:-1]
+    for number, is_done in schedule:
+        with failing(number, is_done):
+            assert "on one rank" in message_of(backward, model, 9)
+        attachment.resynchronize()
+        step(9)
+        own, errors = contributions(model, 9), errors_of(attachment)
+        kept.append(set())
+        for name, error in errors.items():
+            repeated = error - (exact[name] - applied[name])
+            by_replica = torch.stack([own[name][:2].sum(0), own[name][2:].sum(0)])
+            for rows in torch.arange(len(error)).chunk(SHARDS[place]):
+                (of,) = (
+                    of
+                    for of in itertools.product((0, 1), repeat=2)
+                    if torch.allclose(repeated[rows], sum(map(torch.mul, of, by_replica[:, rows])), atol=1e-6, rtol=0)
+                )
+                exact[name][rows] += sum(map(torch.mul, of, by_replica[:, rows]))
+                kept[-1].add(of)
+        if place != "fsdp":
+            by_rank = from_all_ranks(gradients(model))
+            assert_same_bits(by_rank[0], by_rank[2])
+    assert kept[0] != {(1, 1)}  # no exchange of the first parameter group in one replica, or between two of its shards
+    assert (1, 1) in kept[-1]
+    assert norm(list(errors.values())) > 1e-3
+
+
+@on_ranks(4)
+def test_error_of_the_users_on_all_ranks_is_forgotten():
+    native, model = sharded("hsdp"), sharded("hsdp")
+    attachment = gradwire.attach(model, exact_state(), within=WITHIN)
+    handle = model.between.register_forward_hook(lambda module, inputs, output: FailsInBackward.apply(output))
+    assert error_of(backward, model, 0)[0] == "Fault"
+    handle.remove()
+    if hasattr(FSDPModule, "reset_iter_state"):
+        attachment.resynchronize()
+        total = {}
+        for step in range(3):
+            for each in (native, model):
+                each.zero_grad()
+                backward(each, step)
+            for name, gradient in gradients(model).items():
+                total[name] = total.get(name, 0) + gradients(native)[name] - gradient
+        # The layers before the error were reduced in the failed step.
+        errors = attachment.state_dict()["within"]
+        assert norm([total["first.weight"] - errors["first.weight"].to_local()]) < 1e-6
+    else:
+        assert "reset_iter_state" in message_of(attachment.resynchronize)
+
+
+@on_ranks(4)
+def test_resynchronize_raises_on_all_ranks_where_a_checkpoint_is_needed():
+    model, is_first = sharded("hsdp"), dist.get_rank() == 0
+    attachment = gradwire.attach(model, int4())
+    backward(model, 0)
+    with failing(0, False):
+        assert "on one rank" in message_of(backward, model, 1)
+    weight = model.first.weight
+    if is_first:
+        weight.to_local().data.neg_()
+    assert "differ between ranks [0, 2]. Restart" in message_of(attachment.resynchronize)
+    if is_first:
+        weight.to_local().data.neg_()
+    attachment._exchange.n_steps += is_first
+    assert "have finished the failed step, others have not. Restart" in message_of(attachment.resynchronize)
+    attachment._exchange.n_steps -= is_first
+    if is_first:
+        handle = weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    assert "register_post_accumulate_grad_hook" in message_of(attachment.resynchronize)
+    if is_first:
+        handle.remove()
+    with mock.patch.object(gradwire.sharded.recovery, "collective_counts", lambda group: [int(is_first)]):
+        assert "[1] on rank 0" in message_of(attachment.resynchronize)
+    attachment.resynchronize()
+    assert error_of(backward, model, 1) is None
+
+
+@pytest.mark.parametrize(("who", "kind"), [((0, 1), "hsdp-within"), ((0, 2), "hsdp")])
+@on_ranks(4)
+def test_checkpoint_loaded_on_some_ranks_only_raises_on_all(who, kind):
+    place, arguments = KINDS[kind]
+    model = sharded(place)
+    attachment = gradwire.attach(model, **arguments())
+    saved = attachment.state_dict()
+    if dist.get_rank() in who:
+        attachment.load_state_dict(saved)
+    assert "loaded since the last handshake: True on rank" in message_of(backward, model, 0)
+
+
+@pytest.mark.parametrize("kind", ["replicate", "fsdp"])
+@on_ranks(4)
+def test_checkpoint_loaded_later_on_some_ranks_only_raises_on_all(kind):
+    place, arguments = KINDS[kind]
+    model = sharded(place)
+    attachment = gradwire.attach(model, **arguments())
+    backward(model, 0)
+    saved = attachment.state_dict()
+    if dist.get_rank() == 3:
+        attachment.load_state_dict(saved)
+    with mock.patch.object(_handshake, "AGAIN_TIMEOUT", timedelta(seconds=1)):
+        assert "was loaded, or an option was changed, on this rank but not on ranks 0, 1, 2" in message_of(
+            backward, model, 1
+        )
+
+
+@on_ranks(2)
+def test_attachment_of_a_ddp_saves_and_loads_the_state_of_its_hook():
+    ddp, state = wrapped(), QuantizationState(wire="int4", start_iter=0)
+    attachment = gradwire.attach(ddp, state)
+    ddp(*ddp.module.batch(torch.Generator().manual_seed(dist.get_rank()))).backward()
+    saved = attachment.state_dict()
+    assert_same_bits(saved["errors"], state.state_dict()["errors"])
+    assert any(error.any() for error in saved["errors"].values())
+    attachment.load_state_dict(saved)
+    assert "call its own resynchronize()" in message_of(attachment.resynchronize)
