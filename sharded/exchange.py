@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 
 from gradwire.comm import connections_of
 from gradwire.comm.torch_internals import NO_BACKWARD, current_backward, queue_callback
+
+
+def described(names: Sequence[str]) -> str:
+    """Parameter names, for an error message."""
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more parameters"
+
+
+def name_of(hook: object) -> str:
+    """The name of a hook, for reports and error messages."""
+    return str(getattr(hook, "__name__", "hook"))
 
 
 class ShardedExchange:
@@ -18,12 +28,15 @@ class ShardedExchange:
     collectives, which the other ranks of a replica expect.
 
     Attributes:
+        groups: the process groups over which the model reduces gradients, within a replica and between replicas. An
+            error in one of them is announced in all, because the ranks of the others wait for this one.
         n_groups: number of parameter groups that are averaged between replicas in a whole step.
         averaged: the process groups of the parameter groups that a hook has averaged in this backward.
         step_ends: called at the end of every backward that has raised no error.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, groups: Iterable[dist.ProcessGroup]) -> None:
+        self.groups = list(dict.fromkeys(groups))
         self.n_groups = 0
         self.averaged: list[object] = []
         self.step_ends: list[Callable[[], None]] = []
@@ -40,30 +53,42 @@ class ShardedExchange:
             self._backward = backward
             queue_callback(self._end_backward)
 
-    def attempt(self, group: dist.ProcessGroup, exchange: Callable[[], None]) -> None:
+    def attempt(self, group: dist.ProcessGroup, name: str, exchange: Callable[[], None]) -> bool:
         """Call ``exchange``, which exchanges gradients between the ranks of ``group``, unless this backward has failed.
 
-        The error of a rank is raised on all ranks of the group.
+        The error of a rank is raised on all ranks, with the name of the exchange. Returns whether the exchange has
+        succeeded.
         """
         if self._error is not None:
-            return
+            return False
         try:
             connections = connections_of(group)
             connections.check()
         except RuntimeError as error:  # the group was destroyed, or an earlier exchange failed
             self._error = error
-            return
+            return False
         try:
             with torch.no_grad():
                 exchange()
         except Exception as error:
-            elsewhere = connections.failure_elsewhere(wait=type(error) is RuntimeError)  # gloo's, if a rank has left
-            self._error = error if elsewhere is None else RuntimeError(f"{elsewhere}\nOn this rank: {error}")
-            connections.fail(elsewhere or f"The gradient exchange failed on rank {dist.get_rank()}: {error}")
+            self._error, is_of_peer = error, type(error) is RuntimeError  # gloo's, if a rank has left
+            elsewhere = connections.failure_elsewhere(wait=is_of_peer)
+            own = f"The {name} failed on rank {dist.get_rank()}: {error}"
+            if is_of_peer:
+                self._error = RuntimeError(own if elsewhere is None else f"{elsewhere}\n{own}")
+            for each in self.groups:
+                connections_of(each).fail(elsewhere or own)
+        return self._error is None
 
     def _end_backward(self) -> None:
         # Callbacks run in order, and FSDP2's own may still reduce the parameter groups that are left.
+        queue_callback(self._check_peers)
         queue_callback(self._end_step)
+
+    def _check_peers(self) -> None:
+        """Fail if a rank has failed with which this one has exchanged gradients through PyTorch's collectives only."""
+        for group in self.groups:
+            self.attempt(group, "end of the backward", connections_of(group).check_peers)
 
     def _end_step(self) -> None:
         self._backward, self.averaged = NO_BACKWARD, []

@@ -17,7 +17,7 @@ from gradwire.hooks._checkpoint import option_values
 from gradwire.hooks._handshake import compare_settings
 from gradwire.hooks.quantization_hooks import BlockOptions
 from gradwire.kernels import WIRE_FORMATS
-from gradwire.sharded.exchange import ShardedExchange
+from gradwire.sharded.exchange import ShardedExchange, described
 from gradwire.sharded.torch_internals import flat_order, mean_weight
 
 SIXTEEN_BITS = {torch.float16: "fp16"}  # wire format by dtype; bf16 for others
@@ -101,7 +101,9 @@ class QuantizedReduceScatter:
         if scale is None or input_tensor.is_complex():
             done: dist.Work | None = self.native(output_tensor, input_tensor, group, op, async_op)
             return done
-        self._exchange.attempt(group, lambda: self._reduce(output_tensor, input_tensor, group, scale))
+        name = f"reduce-scatter of {described(self._names)} in {self._options.wire}"
+        if not self._exchange.attempt(group, name, lambda: self._reduce(output_tensor, input_tensor, group, scale)):
+            output_tensor.fill_(torch.nan)  # PyTorch still averages it with the other replicas
         return None
 
     def _reduce(self, output: Tensor, gradients: Tensor, group: dist.ProcessGroup, scale: float) -> None:

@@ -72,6 +72,12 @@ def has_shards(group: Any) -> bool:
     return getattr(group.mesh_info, "shard_mesh_size", 1) > 1
 
 
+def shard_group(group: Any) -> dist.ProcessGroup:
+    """The process group over which a parameter group with shards is reduce-scattered within a replica."""
+    found: dist.ProcessGroup = group.mesh_info.shard_process_group
+    return found
+
+
 def replica_group(group: Any) -> dist.ProcessGroup | None:
     """The process group over which a parameter group is all-reduced between replicas; None without replicas."""
     found = getattr(group.mesh_info, "replicate_process_group", None)
