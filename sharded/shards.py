@@ -135,7 +135,8 @@ class QuantizedReduceScatter:
         if key not in self._buckets:
             quantization, dtype, device = options.quantization(), gradients.dtype, gradients.device
             if sizes is None:
-                wire = options.wire if options.wire in ("bf16", "fp16") else SIXTEEN_BITS.get(dtype, "bf16")
+                is_scaled = WIRE_FORMATS[options.wire].is_scaled
+                wire = SIXTEEN_BITS.get(dtype, "bf16") if is_scaled else options.wire
                 quantization = replace(quantization, error_dtype=None)
                 names, lengths, formats = self._names[:1], [gradients.numel() // n], [WIRE_FORMATS[wire]]
             else:
