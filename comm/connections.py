@@ -57,7 +57,7 @@ class Connections:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+        self.group, self._rank = group, dist.get_rank()  # for messages: this rank's number in the default group
         self.failure: str | None = None
         self._store = gradwire_store(group)
         self._node_keys = [f"node/{rank}" for rank in range(group.size())]
@@ -215,7 +215,7 @@ class Connections:
 
     def _post_failure_of_task(self, error: Exception) -> None:
         """Announce a failed task of PyTorch's DDP. gradwire's reducer, which knows the step, has announced its own."""
-        self._post(f"A gradient exchange failed on rank {self.group.rank()}: {error}")
+        self._post(f"A gradient exchange failed on rank {self._rank}: {error}")
 
     def renew(self, generation: int) -> None:
         """Start again with connections of a new generation, on which all ranks have agreed."""
@@ -227,7 +227,7 @@ class Connections:
     def end(self) -> None:
         """End the connections: the process group was destroyed, or the interpreter exits."""
         self.failure = DESTROYED
-        self._post(_why_it_ends(self.group.rank()))
+        self._post(_why_it_ends(self._rank))
         for transport in self._transports.values():
             transport.close()
         for executor in self._executors.values():

@@ -146,8 +146,8 @@ class WirePolicy:
     """The wire format of each parameter.
 
     The first pattern in ``wires`` that matches a parameter's name decides. A parameter that matches a pattern in
-    ``exempt``, or has fewer than two dimensions, is sent in 16 bit: fp16 for fp16 gradients, else bf16. All other
-    parameters are sent in ``wire``.
+    ``exempt``, or has fewer than two dimensions, is sent in 16 bit if ``wire`` has fewer: fp16 for fp16 gradients, else
+    bf16. All other parameters are sent in ``wire``.
 
     Attributes:
         wire: a format of `gradwire.kernels.WIRE_FORMATS`.
@@ -180,7 +180,8 @@ class WirePolicy:
             layout: a tensor with its shape and the dtype of its gradient.
         """
         wire = self.wire
-        if layout.dim() < 2 or any(fnmatchcase(name, pattern) for pattern in self.exempt):
+        is_exempt = layout.dim() < 2 or any(fnmatchcase(name, pattern) for pattern in self.exempt)
+        if is_exempt and WIRE_FORMATS[wire].is_scaled:
             wire = "fp16" if layout.dtype.to_real() == torch.float16 else "bf16"
         return WIRE_FORMATS[_first_match(self.wires, name, wire)]
 

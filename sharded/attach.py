@@ -19,7 +19,7 @@ from gradwire.hooks._handshake import HookSettings, check_pairing, in_group
 from gradwire.hooks._parameter_names import plain_name
 from gradwire.hooks.hook_state import HookState
 from gradwire.kernels import WIRE_FORMATS
-from gradwire.sharded.exchange import ShardedExchange
+from gradwire.sharded.exchange import ShardedExchange, name_of
 from gradwire.sharded.recovery import resynchronize
 from gradwire.sharded.replicas import ReplicaGroup
 from gradwire.sharded.shards import QuantizedReduceScatter, ReduceScatterOptions
@@ -249,7 +249,7 @@ def attach(
         if within is not None:
             raise ValueError("within has no effect on a DistributedDataParallel, which has no shards. Leave it out.")
         model.register_comm_hook(state, cast("CommHook", hook))
-        return Attachment(state, f"{_name_of(hook)} compresses the all-reduce of {type(model).__name__}")
+        return Attachment(state, f"{name_of(hook)} compresses the all-reduce of {type(model).__name__}")
     groups = list(parameter_groups(model))
     replicated = [(group, replicas) for group in groups if (replicas := replica_group(group)) is not None]
     scattered = [group for group in groups if has_shards(group)]
@@ -363,7 +363,7 @@ def _attach_to_replicas(
         state.bind_layouts(empty | layouts)
         exchange.step_ends.append(state.begin_step)
     return (
-        f"{_name_of(hook)} compresses the all-reduce of {exchange.n_groups} parameter groups between "
+        f"{name_of(hook)} compresses the all-reduce of {exchange.n_groups} parameter groups between "
         f"{replicated[0][1].size()} replicas"
     )
 
@@ -384,10 +384,6 @@ def _attach_to_shards(
     return (
         f"{len(scattered)} parameter groups are reduced within a replica in {options.wire}, with sums in fp32{feedback}"
     )
-
-
-def _name_of(hook: Any) -> str:
-    return str(getattr(hook, "__name__", "hook"))
 
 
 def _hook_of(state: Any) -> CommHook:

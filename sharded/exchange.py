@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -15,6 +15,16 @@ from gradwire.comm.torch_internals import NO_BACKWARD, current_backward, queue_c
 from gradwire.comm.transport import wait_for
 from gradwire.hooks._handshake import compare_settings
 from gradwire.sharded.torch_internals import holds_partial_sums
+
+
+def described(names: Sequence[str]) -> str:
+    """Parameter names, for an error message."""
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more parameters"
+
+
+def name_of(hook: object) -> str:
+    """The name of a hook, for reports and error messages."""
+    return str(getattr(hook, "__name__", "hook"))
 
 
 class ShardedExchange:
@@ -61,13 +71,14 @@ class ShardedExchange:
             self._backward = backward
             queue_callback(self._end_backward)
 
-    def attempt(self, group: dist.ProcessGroup, exchange: Callable[[], None]) -> None:
+    def attempt(self, group: dist.ProcessGroup, name: str, exchange: Callable[[], None]) -> bool:
         """Call ``exchange``, which exchanges gradients between the ranks of ``group``, unless this backward has failed.
 
-        The error of a rank is raised on all ranks of the model.
+        The error of a rank is raised on all ranks of the model, with the name of the exchange. Returns whether the
+        exchange has succeeded.
         """
         if self._error is not None:
-            return
+            return False
         if group not in self.groups:  # FSDP2's own for the reduce-scatter, `set_separate_reduce_scatter_group`
             self.groups.append(group)
         try:
@@ -76,17 +87,19 @@ class ShardedExchange:
         except RuntimeError as error:  # the group was destroyed, or an earlier exchange failed
             self._error = error
             self.leave(str(error))
-            return
+            return False
         try:
             self._compare_settings()
             with torch.no_grad():
                 exchange()
         except Exception as error:
-            # gloo's, if a rank has left
-            elsewhere = connections_of(group).failure_elsewhere(wait=type(error) is RuntimeError)
-            is_included = elsewhere is None or elsewhere in str(error)
-            self._error = error if is_included else RuntimeError(f"{elsewhere}\nOn this rank: {error}")
-            self.leave(elsewhere or f"The gradient exchange failed on rank {dist.get_rank()}: {error}")
+            self._error, is_of_peer = error, type(error) is RuntimeError  # gloo's, if a rank has left
+            elsewhere = connections_of(group).failure_elsewhere(wait=is_of_peer)
+            own = f"The {name} failed on rank {dist.get_rank()}: {error}"
+            if is_of_peer and (elsewhere is None or elsewhere not in str(error)):
+                self._error = RuntimeError(own if elsewhere is None else f"{elsewhere}\n{own}")
+            self.leave(elsewhere or own)
+        return self._error is None
 
     def leave(self, reason: str) -> None:
         """Leave the exchange in all process groups; see `Connections.fail`."""
@@ -111,9 +124,12 @@ class ShardedExchange:
 
     def _meet(self) -> None:
         """Wait for the other ranks at the end of a backward, and end the step."""
-        if not has_streams(self._device):
-            for group in self.groups:
-                self.attempt(group, partial(_barrier, group, self._device))
+        for group in self.groups:
+            if has_streams(self._device):
+                meet = connections_of(group).check_peers
+            else:
+                meet = partial(_barrier, group, self._device)
+            self.attempt(group, "end of the backward", meet)
         self._end_step()
 
     def _end_step(self) -> None:

@@ -16,7 +16,7 @@ from gradwire.compress import Gradients
 from gradwire.hooks._bucket import CommHook, is_zero_copy
 from gradwire.hooks.hook_state import HookState
 from gradwire.kernels import SegmentTable, unflatten
-from gradwire.sharded.exchange import ShardedExchange
+from gradwire.sharded.exchange import ShardedExchange, described, name_of
 from gradwire.sharded.shards import QuantizedReduceScatter
 from gradwire.sharded.torch_internals import reduce_scatter_of, trainable
 
@@ -162,7 +162,8 @@ class ReplicaGroup(dist.ProcessGroup):
         if bucket is None or not is_whole or not (is_mean or operation == dist.ReduceOp.SUM):
             return self.replicas.allreduce(tensors, options)
         exchange.averaged.append(self)
-        exchange.attempt(self.replicas, partial(self._average, bucket, flat, is_mean))
+        name = f"all-reduce of {described(self._names)} by {name_of(self._hook)}"
+        exchange.attempt(self.replicas, name, partial(self._average, bucket, flat, is_mean))
         if not is_mean:
             flat.mul_(self.size())
         return None

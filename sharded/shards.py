@@ -16,7 +16,7 @@ from gradwire.comm.transport import wait_for
 from gradwire.compress import ScatterBucket, quantized_reduce_scatter
 from gradwire.hooks.quantization_hooks import BlockOptions
 from gradwire.kernels import WIRE_FORMATS
-from gradwire.sharded.exchange import ShardedExchange
+from gradwire.sharded.exchange import ShardedExchange, described
 from gradwire.sharded.torch_internals import flat_order, mean_weight
 
 SIXTEEN_BITS = {torch.float16: "fp16"}  # wire format by dtype; bf16 for others
@@ -100,7 +100,9 @@ class QuantizedReduceScatter:
         if scale is None or input_tensor.is_complex():
             done: dist.Work | None = self.native(output_tensor, input_tensor, group, op, async_op)
             return done
-        self._exchange.attempt(group, lambda: self._reduce(output_tensor, input_tensor, group, scale))
+        name = f"reduce-scatter of {described(self._names)} in {self._options.wire}"
+        if not self._exchange.attempt(group, name, lambda: self._reduce(output_tensor, input_tensor, group, scale)):
+            output_tensor.fill_(torch.nan)  # PyTorch still averages it with the other replicas
         return None
 
     def _reduce(self, output: Tensor, gradients: Tensor, group: dist.ProcessGroup, scale: float) -> None:
@@ -142,7 +144,8 @@ class QuantizedReduceScatter:
         if key not in self._buckets:
             quantization, dtype, device = options.quantization(), gradients.dtype, gradients.device
             if sizes is None:
-                wire = options.wire if options.wire in ("bf16", "fp16") else SIXTEEN_BITS.get(dtype, "bf16")
+                is_scaled = WIRE_FORMATS[options.wire].is_scaled
+                wire = SIXTEEN_BITS.get(dtype, "bf16") if is_scaled else options.wire
                 quantization = replace(quantization, error_dtype=None)
                 names, lengths, formats = self._names[:1], [gradients.numel() // n], [WIRE_FORMATS[wire]]
             else:

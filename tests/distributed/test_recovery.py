@@ -417,6 +417,16 @@ def test_failed_task_of_pytorchs_ddp_raises_on_connected_peer():
         assert "A gradient exchange failed on rank 0" in message
 
 
+@on_ranks(3)
+def test_notices_have_ranks_of_the_default_group():
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 2:
+        connections_of(group)._post_failure_of_task(Fault("planted"))
+    if dist.get_rank() > 0:
+        dist.barrier(group)
+        assert connections_of(group).failure_elsewhere() == "A gradient exchange failed on rank 2: planted"
+
+
 # --- meetings in the store
 
 

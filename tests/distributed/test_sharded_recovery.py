@@ -52,13 +52,13 @@ def failing(number, is_done):
     """Let one rank raise in an exchange of the next backward, before it or once ``is_done``."""
     attempt, count = ShardedExchange.attempt, itertools.count()
 
-    def attempt_or_fail(self, group, exchange):
+    def attempt_or_fail(self, group, name, exchange):
         def fail():
             if is_done:
                 exchange()
             raise Fault("on one rank")
 
-        attempt(self, group, fail if next(count) == number and dist.get_rank() == FAILS_ON else exchange)
+        return attempt(self, group, name, fail if next(count) == number and dist.get_rank() == FAILS_ON else exchange)
 
     return mock.patch.object(ShardedExchange, "attempt", attempt_or_fail)
 

@@ -19,7 +19,7 @@ SHARDED = ["hsdp", "fsdp"]
 
 @functools.cache
 def mesh(place):
-    if place == "hsdp":
+    if place.startswith("hsdp"):
         return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     return init_device_mesh("cpu", (4,), mesh_dim_names=("replicate" if place == "replicate" else "shard",))
 
@@ -42,15 +42,27 @@ class Model(nn.Module):
         return self.last(self.spare(x) if spare else x)
 
 
-def sharded(place, *, prepare=lambda model: None, columns=False, **options):
+def other_mesh(parameter):
+    """Vectors are sharded on a mesh of their own, so that a module has two parameter groups."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, ShardPlacementResult
+
+    return ShardPlacementResult(Shard(0), _info(HSDPMeshInfo)) if parameter.dim() == 1 else None
+
+
+@functools.cache
+def _info(kind):
+    return kind(mesh("hsdp, other"), shard_mesh_dim=1, replicate_mesh_dim=0)
+
+
+def sharded(place, *, prepare=lambda model: None, columns=False, layers=("first", "spare"), **options):
     torch.manual_seed(0)
     model = Model()
     prepare(model)
     if columns and place != "replicate":  # those that divide by the number of shards
         options["shard_placement_fn"] = lambda each: Shard(each.dim() - 1 if each.shape[-1] % 4 == 0 else 0)
     wrap = replicate if place == "replicate" else fully_shard
-    for layer in (model.first, model.spare):
-        wrap(layer, mesh=mesh(place), **options)
+    for layer in layers:
+        wrap(model.get_submodule(layer), mesh=mesh(place), **options)
     wrap(model, mesh=mesh(place), **options)
     if next(model.parameters()).is_meta:
         model.to_empty(device="cpu")

@@ -48,12 +48,13 @@ def _power_sgd(hook, **options):
 
 
 def _quantized(wire, on_nodes=False, **options):
-    """Quantizing from the third step on; ``on_nodes``: all ranks on one node."""
+    """Quantizing from the third step on; ``on_nodes``: on nodes of two ranks if there are several, else on one node."""
     options = {"block_size": 32} | options
 
     def make(group):
         if on_nodes and dist.is_initialized():
-            options["local_size"] = dist.get_world_size(group)
+            size = dist.get_world_size(group)
+            options["local_size"] = size if size < 4 or size % 2 else 2
         return quantization_hooks.QuantizationState(group, wire, **options), quantization_hooks.quantization_hook
 
     return make
