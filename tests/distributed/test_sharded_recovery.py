@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 import gradwire
+from gradwire.comm import connections_of
 from gradwire.hooks import _handshake
 from gradwire.hooks.powerSGD_hook import PowerSGDState
 from gradwire.hooks.quantization_hooks import QuantizationState
@@ -49,16 +50,26 @@ SLOW = [pytest.mark.slow]
 
 
 def failing(number, is_done):
-    """Let one rank raise in an exchange of the next backward, before it or once ``is_done``."""
+    """Let one rank raise in an exchange of the next backward, before all ranks make it or after.
+
+    The others wait for it: a result that only some ranks had received would be taken back in part.
+    """
     attempt, count = ShardedExchange.attempt, itertools.count()
 
     def attempt_or_fail(self, group, name, exchange):
-        def fail():
-            if is_done:
-                exchange()
-            raise Fault("on one rank")
+        is_last = next(count) == number
 
-        return attempt(self, group, name, fail if next(count) == number and dist.get_rank() == FAILS_ON else exchange)
+        def exchange_or_fail():
+            if is_done or not is_last:
+                exchange()
+                dist.barrier()
+            if is_last and dist.get_rank() == FAILS_ON:
+                raise Fault("on one rank")
+            while is_last:
+                for each in self.groups:
+                    connections_of(each).check_peers()
+
+        return attempt(self, group, name, exchange_or_fail)
 
     return mock.patch.object(ShardedExchange, "attempt", attempt_or_fail)
 
