@@ -8,7 +8,7 @@ export PYTHONSAFEPATH := 1
 # Developers' tools are run in the checkout and are not installed.
 TOOL := PYTHONSAFEPATH= $(BIN)/python -m tools
 
-.PHONY: install check format docs test test-slow test-integrations test-triton36 test-matrix conformance demo bench-kernels bench-rounding bench-telemetry bench-reducer bench-hooks bench-network bench-advise bench-auto bench-converge bench compiled pages gpu gpu-rehearsal wheel clean
+.PHONY: install check format docs test test-slow test-integrations test-triton36 test-matrix conformance demo bench-kernels bench-rounding bench-telemetry bench-reducer bench-hooks bench-network bench-nodes bench-advise bench-auto bench-converge bench compiled pages gpu gpu-rehearsal wheel clean
 
 install: .venv/.installed
 
@@ -110,6 +110,10 @@ bench-hooks: install
 bench-network: install
 	$(BIN)/gradwire bench network
 
+# Training on two nodes of two ranks, in network namespaces: needs root.
+bench-nodes: install
+	$(BIN)/gradwire bench nodes
+
 # Predictions of `gradwire advise` against measured steps: needs root.
 bench-advise: install
 	$(TOOL).validate advise
@@ -123,7 +127,7 @@ bench-converge: install
 	$(BIN)/gradwire bench converge
 
 # Runs the demo and all benchmarks, keeps their results, and regenerates the tables and plots.
-# Takes an hour and a half on a quiet machine.
+# Takes two hours on a quiet machine.
 bench: install
 	$(BIN)/gradwire demo && cp demo/results.jsonl bench/results/demo.jsonl
 	$(BIN)/gradwire bench kernels --output bench/results/kernels.jsonl
@@ -133,6 +137,7 @@ bench: install
 	$(BIN)/gradwire bench reducer --output bench/results/reducer.jsonl
 	$(BIN)/gradwire bench hooks --output bench/results/hooks.jsonl
 	$(BIN)/gradwire bench network --output bench/results/network.jsonl
+	$(BIN)/gradwire bench nodes --output bench/results/nodes.jsonl
 	$(TOOL).validate advise --output bench/results/advise.jsonl
 	$(TOOL).validate auto --output bench/results/auto.jsonl
 	$(BIN)/gradwire bench converge --task digits --output bench/results/converge_digits.jsonl

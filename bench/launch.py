@@ -44,13 +44,14 @@ class LaunchError(Exception):
 
 
 class Place(NamedTuple):
-    """The place of a rank: set-up of its process, network interface and address."""
+    """The place of a rank: set-up of its process, network interface, address and node."""
 
     # a function for the rank's process, before its program starts, such as `Host.enter`; None for this machine
     enter: Callable[[], None] | None = None
     # the network interface of its collectives; without one, gloo looks up this machine's name
     interface: str | None = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
     address: str = "127.0.0.1"  # IP address of that interface
+    node: int = 0  # number of its node, as torchrun's GROUP_RANK
 
 
 HERE = Place()
@@ -127,8 +128,14 @@ def launch(module: str, arguments: Sequence[str], places: Sequence[Place]) -> No
         read_end, write_end = os.pipe()
         processes: list[subprocess.Popen[bytes]] = []
         try:
+            nodes = [place.node for place in places]
             for rank, place in enumerate(places):
-                rank_environment = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                local_rank = nodes[:rank].count(place.node)
+                rank_environment = environment | {
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(local_rank),
+                    "GROUP_RANK": str(place.node),
+                }
                 if place.interface is not None and (place.enter or "GLOO_SOCKET_IFNAME" not in environment):
                     rank_environment["GLOO_SOCKET_IFNAME"] = place.interface
                 command, start = [sys.executable, "-m", module, *arguments], place.enter

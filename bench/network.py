@@ -52,13 +52,14 @@ def measure(hooks: Sequence[str], rates: Sequence[Rate], steps: int, hosts: int)
 
 
 @contextmanager
-def places_of(hosts: int, is_local: bool) -> Iterator[list[Place]]:
+def places_of(hosts: int, is_local: bool, ranks_per_host: int = 1) -> Iterator[list[Place]]:
     """The network of the ranks: a namespace per host, or loopback."""
+    nodes = [node for node in range(hosts) for _ in range(ranks_per_host)]
     if is_local:
-        yield [HERE] * hosts
+        yield [HERE._replace(node=node) for node in nodes]
     else:
         with namespaces.hosts(hosts) as made:
-            yield [Place(host.enter, namespaces.INTERFACE, host.address) for host in made]
+            yield [Place(made[node].enter, namespaces.INTERFACE, made[node].address, node) for node in nodes]
 
 
 def limit_to(name: str) -> None:

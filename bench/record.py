@@ -46,6 +46,7 @@ class Metric(StrEnum):
     SYNCHRONIZATIONS = "host waits"
     ACCURACY = "test accuracy (%)"
     TRAINING_LOSS = "training loss"
+    VALIDATION_LOSS = "validation loss"
 
 
 class RecordError(Exception):

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from gradwire.bench import converge, demo, kernels, network, reducer, telemetry
+from gradwire.bench import converge, demo, kernels, network, nodes, reducer, telemetry
 from gradwire.bench import hooks as hook_bench
 from gradwire.bench.models import MODELS
 from gradwire.bench.record import Measured, Record, RecordError, load
@@ -45,7 +45,7 @@ bench = typer.Typer(
 )
 TABLES: dict[str, Callable[[Sequence[Record]], list[Table]]] = {
     module.__name__.rpartition(".")[2]: module.tables
-    for module in (demo, network, converge, hook_bench, reducer, kernels, telemetry)
+    for module in (demo, network, nodes, converge, hook_bench, reducer, kernels, telemetry)
 }
 _LOOPBACK_SETS = ("rate", "rates")
 
@@ -55,7 +55,7 @@ def _command(
 ) -> Callable[[Callable[..., None]], None]:
     """Register a benchmark whose flag ``--quick`` stands for other options; ``--loopback`` excludes those of a link."""
     values = quick or {}
-    stands_for = " ".join(f"--{option} {value}" for option, value in values.items())
+    stands_for = " ".join(f"--{option.replace('_', '-')} {value}" for option, value in values.items())
     notes = [f"--quick stands for {stands_for}."] * bool(quick) + ([listed(hooks)] if hooks is not None else [])
 
     def register(function: Callable[..., None]) -> None:
@@ -166,6 +166,27 @@ def bench_network(
         output,
         is_networked=not loopback,
     )
+
+
+@_command("nodes", quick={"seams": "hsdp", "rates": "1gbit", "steps": 2, "training_steps": 3})
+def bench_nodes(
+    context: typer.Context,
+    rates: RatesOption = ", ".join(nodes.DEFAULT_RATES),
+    steps: Annotated[int, number("Timed steps per method and rate.")] = 11,
+    training_steps: Annotated[int, number("Steps of training before the loss is measured.", least=3)] = 100,
+    seams: Annotated[str, typer.Option(help="Kinds of data parallelism, comma-separated.")] = ", ".join(nodes.SEAMS),
+    quick: QuickOption = False,
+    loopback: LoopbackOption = False,
+    output: OutputOption = None,
+) -> None:
+    """Train with DDP, HSDP, replicate and FSDP2 on two nodes of two ranks: step time, bytes, memory and loss.
+
+    The link between the nodes is slow and the one inside is fast: the nodes are network namespaces of this machine,
+    joined by a rate-limited link. Needs root on Linux. Also prints a model of larger clusters. Takes 25 minutes.
+    """
+    links = parse_links(rates, loopback)
+    measure = partial(nodes.measure, parse_choices(seams, nodes.SEAMS, "--seams"), links, steps, training_steps)
+    _run(context, measure, output, is_networked=not loopback)
 
 
 @_command("converge", quick={"task": "digits", "hooks": "none,powersgd-r4", "seeds": 1}, hooks=TRAINED_HOOKS)

@@ -134,4 +134,6 @@ def refuse_beside(context: typer.Context, option: str, *others: str) -> None:
     sources = {name: context.get_parameter_source(name) for name in others}
     given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
     if given:
-        raise typer.BadParameter(f"already sets --{given[0]}; use only one of the two.", param_hint=option)
+        raise typer.BadParameter(
+            f"already sets --{given[0].replace('_', '-')}; use only one of the two.", param_hint=option
+        )
