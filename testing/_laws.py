@@ -263,7 +263,8 @@ def after_resume(
 
 def after_loads(results: Sequence[list[NamedGradients]]) -> Iterator[Violation]:
     """The laws that a load into a new and a trained state violates."""
-    new, used = (labeled(gradients) for gradients in results[0])
+    # A gradient that was zeroed in place, and not set to None, turns the -0 that it accumulates into 0.
+    new, used = ({name: each + 0.0 for name, each in labeled(gradients).items()} for gradients in results[0])
     if lines := differences(used, new):
         text = "after a load, a state that had trained continues differently from a new one: " + "; ".join(lines[:5])
         yield "checkpoints resume", text

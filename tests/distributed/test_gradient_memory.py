@@ -64,7 +64,7 @@ class Saves(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        saved = ctx.saved_tensors[0] if ctx.saved_tensors else ctx.kept
+        (saved,) = ctx.saved_tensors or (ctx.kept,)  # read once: a checkpoint recomputes them for one use
         return gradient, saved[: ROWS * WIDTH].view(ROWS, WIDTH), None
 
 
