@@ -182,7 +182,7 @@ def bench_nodes(
     """Train with DDP, HSDP, replicate and FSDP2 on two nodes of two ranks: step time, bytes, memory and loss.
 
     The link between the nodes is slow and the one inside is fast: the nodes are network namespaces of this machine,
-    joined by a rate-limited link. Needs root on Linux. Also prints a model of larger clusters. Takes 25 minutes.
+    joined by a rate-limited link. Needs root on Linux. Also prints a model of larger clusters. Takes 45 minutes.
     """
     links = parse_links(rates, loopback)
     measure = partial(nodes.measure, parse_choices(seams, nodes.SEAMS, "--seams"), links, steps, training_steps)

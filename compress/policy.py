@@ -141,6 +141,13 @@ class LowRankPolicy:
         )
 
 
+def exempt_format(wire: str, dtype: torch.dtype) -> str:
+    """The format of gradients that are not quantized: ``wire`` if it has no scales, else bf16, or fp16 for fp16."""
+    if not WIRE_FORMATS[wire].is_scaled:
+        return wire
+    return "fp16" if dtype.to_real() == torch.float16 else "bf16"
+
+
 @dataclass(frozen=True, kw_only=True)
 class WirePolicy:
     """The wire format of each parameter.
@@ -180,9 +187,8 @@ class WirePolicy:
             layout: a tensor with its shape and the dtype of its gradient.
         """
         wire = self.wire
-        is_exempt = layout.dim() < 2 or any(fnmatchcase(name, pattern) for pattern in self.exempt)
-        if is_exempt and WIRE_FORMATS[wire].is_scaled:
-            wire = "fp16" if layout.dtype.to_real() == torch.float16 else "bf16"
+        if layout.dim() < 2 or any(fnmatchcase(name, pattern) for pattern in self.exempt):
+            wire = exempt_format(wire, layout.dtype)
         return WIRE_FORMATS[_first_match(self.wires, name, wire)]
 
     def wire_formats(self, layouts: Sequence[Tensor], names: Sequence[str] | None = None) -> list[WireFormat]:

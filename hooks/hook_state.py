@@ -169,8 +169,8 @@ class HookState(Checkpointed):
         """Take the parameter names of a sharded model.
 
         Args:
-            layouts: by parameter name, tensors in the layouts of this rank's gradients; empty ones for parameters that
-                are not compressed on this rank.
+            layouts: tensors in the layouts of this rank's gradients, by parameter name; empty for parameters that are
+                not compressed on this rank.
         """
         self._names.bind_layouts(layouts)
         self._patterns_match = True

@@ -198,9 +198,9 @@ def encode(blocks: Tensor, counts: Tensor, wire: WireFormat, draws: Tensor | Non
     elif wire.dtype is not None:
         payload = _encode_float(scaled, wire.dtype, draws).view(torch.uint8)
     elif wire.mean_multiple:
-        # Of the odd numbers, 2 floor(y / 2) + 1 is the nearest.
-        codes = (scaled * 0.5).floor() + wire.offset
-        if draws is not None:
+        if draws is None:
+            codes = (scaled * 0.5).floor() + wire.offset  # 2 floor(y / 2) + 1 is the odd number nearest to y
+        else:
             codes = round_stochastically((scaled + wire.levels) * 0.5, draws)
         payload = pack(codes.to(torch.uint8), wire.bits)
     else:

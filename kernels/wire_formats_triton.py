@@ -181,7 +181,7 @@ def encode_blocks(
             limit: tl.constexpr = FORMAT.levels * 1.0
             scaled = tl.minimum(tl.maximum(valid * inverse[:, None], -limit), limit)
             if FORMAT.mean_multiple > 0:
-                # Of the odd numbers, 2 floor(y / 2) + 1 is the nearest.
+                # 2 floor(y / 2) + 1 is the odd number nearest to y.
                 if STOCHASTIC:
                     code = _round((scaled + limit) * 0.5, random, True)
                 else:

@@ -14,12 +14,11 @@ from torch import Tensor
 from gradwire.comm import Transport, connections_of
 from gradwire.comm.transport import wait_for
 from gradwire.compress import ScatterBucket, quantized_reduce_scatter
+from gradwire.compress.policy import exempt_format
 from gradwire.hooks.quantization_hooks import BlockOptions
 from gradwire.kernels import WIRE_FORMATS
 from gradwire.sharded.exchange import ShardedExchange, described
 from gradwire.sharded.torch_internals import flat_order, mean_weight
-
-SIXTEEN_BITS = {torch.float16: "fp16"}  # wire format by dtype; bf16 for others
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,10 +143,9 @@ class QuantizedReduceScatter:
         if key not in self._buckets:
             quantization, dtype, device = options.quantization(), gradients.dtype, gradients.device
             if sizes is None:
-                is_scaled = WIRE_FORMATS[options.wire].is_scaled
-                wire = SIXTEEN_BITS.get(dtype, "bf16") if is_scaled else options.wire
+                wire = WIRE_FORMATS[exempt_format(options.wire, dtype)]
                 quantization = replace(quantization, error_dtype=None)
-                names, lengths, formats = self._names[:1], [gradients.numel() // n], [WIRE_FORMATS[wire]]
+                names, lengths, formats = self._names[:1], [gradients.numel() // n], [wire]
             else:
                 self._buckets = {kept: bucket for kept, bucket in self._buckets.items() if kept[2] is None}
                 names, lengths = list(sizes), list(map(torch.Size.numel, sizes.values()))
