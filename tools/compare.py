@@ -31,6 +31,10 @@ UNREPEATED_BAND = 0.15
 # slower on unchanged code after two runs of each state, and none after three (simulated; docs/log/benchmarks.md).
 _NOISE_QUANTILE = 0.9
 
+# A method is compared with the PyTorch of its setting.
+_SETTING = ("kernel", "model", "bucket_mib", "task", "rate", "hook", "seam")
+_NAMING = (*_SETTING, "method")
+
 
 @dataclass(frozen=True)
 class Change:
@@ -80,21 +84,18 @@ def ratios(records: Iterable[Record]) -> Iterator[tuple[str, float]]:
     yield from _to_pytorch([*timed, *_medians_to_target(listed)])
 
 
-def _name(record: Record) -> str:
-    case = ", ".join(f"{key} {value}" for key, value in record.case.items() if key in _NAMING)
+def _name(record: Record, keys: Sequence[str] = _NAMING) -> str:
+    case = ", ".join(f"{key} {value}" for key, value in record.case.items() if key in keys)
     return f"{record.bench}, {case}, ranks {record.ranks}"
-
-
-_NAMING = ("kernel", "model", "bucket_mib", "task", "rate", "hook")
 
 
 def _to_pytorch(records: Sequence[Record]) -> Iterator[tuple[str, float]]:
     for record in records:
         if record.implementation in (GRADWIRE, GRADWIRE_ON_PYTORCH):
-            name = _name(record)
-            pytorch = find((other for other in records if _name(other) == name), record.metric, PYTORCH)
+            setting = _name(record, _SETTING)
+            pytorch = find((other for other in records if _name(other, _SETTING) == setting), record.metric, PYTORCH)
             if pytorch is not None and pytorch.p50 and record.p50:
-                yield f"{name}: {record.implementation} to {PYTORCH}", record.p50 / pytorch.p50
+                yield f"{_name(record)}: {record.implementation} to {PYTORCH}", record.p50 / pytorch.p50
 
 
 def _medians_to_target(records: Iterable[Record]) -> list[Record]:

@@ -32,6 +32,7 @@ from tests.support.training import WRAPPERS, register
 SHAPES = [(40, 60), (24, 5, 3, 3), (33, 57), (96, 80)]
 RANKS = (1, 2, 4, 32)
 BY_NAME = {f"weights.{i}": rank for i, rank in enumerate(RANKS)}
+EXACT = [variant for variant in VARIANTS if variant != "int8_factors"]  # those whose factors are only rounded
 
 
 class Deviation:
@@ -56,8 +57,8 @@ class Deviation:
 
 @pytest.mark.parametrize(
     ("variant", "dtype"),
-    [*((variant, torch.float64) for variant in VARIANTS), ("plain", torch.float32)],
-    ids=[*(f"{variant}-fp64" for variant in VARIANTS), "plain-fp32"],
+    [*((variant, torch.float64) for variant in EXACT), ("plain", torch.float32)],
+    ids=[*(f"{variant}-fp64" for variant in EXACT), "plain-fp32"],
 )
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_fifty_steps_match_oracle(worlds, size, variant, dtype):

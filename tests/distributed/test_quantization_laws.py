@@ -168,7 +168,7 @@ def local_step(bucket, gradients, results, iteration=0):
 def test_payload_is_scales_codes_and_one_header(wire):
     gradients = [torch.randn(96, 64), torch.randn(64)]
     bucket = QuantizedBucket(gradients, WirePolicy(wire=wire).wire_formats(gradients), LocalTransport(), Quantization())
-    blocks, bias_bytes = 96, 64 * 2
+    blocks, bias_bytes = 96, 64 * (4 if wire == "fp32" else 2)
     expected = 16 + blocks * WIRE_FORMATS[wire].block_bytes(64) + bias_bytes
     assert local_step(bucket, gradients, [torch.empty_like(each) for each in gradients]) == expected
 
