@@ -35,6 +35,9 @@ class ShardedExchange:
     a rank that fails leaves the exchange in all its process groups. At the end of the backward, all ranks meet, so that
     none goes on while another one raises. On NCCL they do not: the hosts would have to wait for their devices.
 
+    On a CPU, FSDP2 waits for the result of a collective. An exchange whose result FSDP2 does not read before the end of
+    the backward overlaps the backward instead: it is awaited when the backward ends.
+
     Args:
         groups: the process groups of shards and of replicas, in the same order on all ranks.
         device: device of the gradients.
@@ -45,6 +48,8 @@ class ShardedExchange:
         n_steps: number of backwards that have raised no error.
         averaged: the process groups of the parameter groups that a hook has averaged in this backward.
         step_ends: called at the end of every backward that has raised no error.
+        awaited: the exchanges in flight by parameter group: process group, name, and the function that waits for the
+            result.
         unapplied: functions by parameter group that add the results of this step to the error memory, if it fails.
         is_loaded: whether a checkpoint was loaded since the ranks compared their settings.
     """
@@ -54,6 +59,7 @@ class ShardedExchange:
         self.n_groups = self.n_steps = 0
         self.averaged: list[object] = []
         self.step_ends: list[Callable[[], None]] = []
+        self.awaited: dict[object, tuple[dist.ProcessGroup, str, Callable[[], None]]] = {}
         self.unapplied: dict[object, list[Callable[[], None]]] = {}
         self.is_loaded = False
         self._device, self._settings = device, settings
@@ -67,6 +73,7 @@ class ShardedExchange:
         if backward not in (NO_BACKWARD, self._backward):  # NO_BACKWARD: in a callback at the end of the backward
             self._error = None
             if self._backward != NO_BACKWARD:  # an earlier backward has raised an error of the user's
+                self.wait()
                 self._end_step()
             self._backward = backward
             queue_callback(self._end_backward)
@@ -101,11 +108,22 @@ class ShardedExchange:
             self.leave(elsewhere or own)
         return self._error is None
 
+    def wait(self) -> None:
+        """Wait for the exchanges in flight, in order."""
+        while self.awaited:
+            key = next(iter(self.awaited))
+            if self.attempt(*self.awaited[key]):
+                del self.awaited[key]
+
     def leave(self, reason: str) -> None:
-        """Leave the exchange in all process groups; see `Connections.fail`."""
+        """Leave the exchange in all process groups, see `Connections.fail`, but keep the results that are there."""
         for group in self.groups:
             with suppress(RuntimeError):  # the group was destroyed
                 connections_of(group).fail(reason)
+        awaited, self.awaited = self.awaited, {}
+        for _, _, finish in awaited.values():
+            with suppress(Exception), torch.no_grad():  # that of its exchange, which has ended
+                finish()
 
     def _compare_settings(self) -> None:
         """The handshake of all ranks, at the first exchange, after a load, and on new connections."""
@@ -124,6 +142,7 @@ class ShardedExchange:
 
     def _meet(self) -> None:
         """Wait for the other ranks at the end of a backward, and end the step."""
+        self.wait()
         for group in self.groups:
             if has_streams(self._device):
                 meet = connections_of(group).check_peers

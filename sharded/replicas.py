@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.comm import connections_of
+from gradwire.comm.connections import has_streams
 from gradwire.comm.transport import wait_for
 from gradwire.compress import Gradients
 from gradwire.hooks._bucket import CommHook, is_zero_copy
@@ -18,7 +19,7 @@ from gradwire.hooks.hook_state import HookState
 from gradwire.kernels import SegmentTable, unflatten
 from gradwire.sharded.exchange import ShardedExchange, described, name_of
 from gradwire.sharded.shards import QuantizedReduceScatter
-from gradwire.sharded.torch_internals import reduce_scatter_of, trainable
+from gradwire.sharded.torch_internals import is_read_in_backward, reduce_scatter_of, trainable
 
 
 class ShardBucket:
@@ -160,20 +161,28 @@ class ReplicaGroup(dist.ProcessGroup):
         bucket, is_mean = self.bucket(flat.dtype), operation == dist.ReduceOp.AVG
         is_whole = bucket is not None and flat.numel() == bucket.numel and self not in exchange.averaged
         if bucket is None or not is_whole or not (is_mean or operation == dist.ReduceOp.SUM):
+            exchange.wait()  # FSDP2 may add to the gradients
             return self.replicas.allreduce(tensors, options)
         exchange.averaged.append(self)
         name = f"all-reduce of {described(self._names)} by {name_of(self._hook)}"
-        exchange.attempt(self.replicas, name, partial(self._average, bucket, flat, is_mean))
+        exchange.attempt(self.replicas, name, partial(self._start, name, bucket, flat, is_mean))
+        if has_streams(flat.device) or not is_mean or is_read_in_backward(self._group, flat.dtype):
+            exchange.wait()
         if not is_mean:
             flat.mul_(self.size())
         return None
 
-    def _average(self, bucket: ShardBucket, flat: Tensor, is_mean: bool) -> None:
-        connections, n_averaged = connections_of(self.replicas), len(self._exchange.averaged)
-        bucket.collect(flat, n_averaged - 1, n_averaged == self._exchange.n_groups, self._is_zero_copy)
+    def _start(self, name: str, bucket: ShardBucket, flat: Tensor, is_mean: bool) -> None:
+        exchange = self._exchange
+        n_averaged = len(exchange.averaged)
+        bucket.collect(flat, n_averaged - 1, n_averaged == exchange.n_groups, self._is_zero_copy)
+        future = self._hook(self._state, bucket)  # type: ignore[arg-type]
+        exchange.awaited[self._group] = (self.replicas, name, partial(self._finish, bucket, flat, is_mean, future))
+
+    def _finish(self, bucket: ShardBucket, flat: Tensor, is_mean: bool, future: Any) -> None:
+        connections = connections_of(self.replicas)
+        connections.finish()
         try:
-            future = self._hook(self._state, bucket)  # type: ignore[arg-type]
-            connections.finish()
             value: Any = wait_for(future, connections.check_peers)
             bucket.finish(value if isinstance(value, Tensor) else value[0])
         finally:

@@ -96,6 +96,8 @@ class QuantizedReduceScatter:
         """
         scale = _scale(op, group.size())
         self._exchange.begin()
+        if self._group in self._exchange.awaited:  # reduced before in this backward
+            self._exchange.wait()
         if scale is None or input_tensor.is_complex():
             done: dist.Work | None = self.native(output_tensor, input_tensor, group, op, async_op)
             return done

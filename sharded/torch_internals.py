@@ -18,6 +18,7 @@ _GROUP_NAMES = (
     "mesh_info",
     "device",
     "gradient_divide_factor",
+    "_all_reduce_hook",
     "_partial_reduce_output",
     "_reduce_scatter_comm",
 )
@@ -112,6 +113,16 @@ def discard_step(model: nn.Module) -> None:
 def runs_optimizers(parameters: Iterable[Any]) -> bool:
     """Whether FSDP2's parameters have hooks that may apply a gradient in the backward."""
     return any(getattr(each.sharded_param, "_post_accumulate_grad_hooks", None) for each in parameters)
+
+
+def is_read_in_backward(group: Any, dtype: torch.dtype) -> bool:
+    """Whether FSDP2 reads an all-reduced flat tensor of ``dtype`` before the end of the backward.
+
+    Otherwise the flat tensor is the memory of the gradients.
+    """
+    parameters = [each.sharded_param for each in group.fsdp_params if each.sharded_param.requires_grad]
+    is_kept = all(each.grad is None and each.dtype == dtype for each in parameters)
+    return not is_kept or runs_optimizers(group.fsdp_params) or group._all_reduce_hook is not None
 
 
 def replica_group(group: Any) -> dist.ProcessGroup | None:

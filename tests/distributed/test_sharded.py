@@ -113,6 +113,49 @@ def test_accumulated_gradients_are_reduced_once(place):
     assert state.iter == 1
 
 
+class Watched(torch.futures.Future):
+    """A future that notes when its result is taken."""
+
+    def __init__(self, events):
+        super().__init__()
+        self.events = events
+
+    def wait(self):
+        self.events.append("result")
+        return super().wait()
+
+
+@pytest.mark.parametrize("place", PLACES)
+@on_ranks(4)
+def test_all_reduces_overlap_the_backward_unless_fsdp2_needs_their_results(place):
+    def hook(events, bucket):
+        events.append("start")
+        future = Watched(events)
+        future.set_result(bucket.buffer())
+        return future
+
+    def events_of(model):
+        del events[:]
+        backward(model, 0)
+        return events
+
+    events, overlapping, in_turn = [], ["start"] * 3 + ["result"] * 3, ["start", "result"] * 3
+    model = sharded(place)
+    gradwire.attach(model, events, hook)
+    assert events_of(model) == overlapping
+    assert events_of(model) == in_turn  # FSDP2 adds to the gradients
+    model.zero_grad()
+    assert events_of(model) == overlapping
+    model.zero_grad()
+    handles = [each.register_post_accumulate_grad_hook(lambda _: None) for each in model.parameters()]
+    assert events_of(model) == in_turn  # they may apply the gradients
+    for handle in handles:
+        handle.remove()
+    rounded = sharded(place, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
+    gradwire.attach(rounded, events, hook)
+    assert events_of(rounded) == in_turn  # FSDP2 casts them
+
+
 COMPRESSED = {
     "fp16": (lambda: None, fp16_compress_hook, 1e-3),
     "bf16": (lambda: None, bf16_compress_hook, 8e-3),
