@@ -52,7 +52,8 @@ SLOW = [pytest.mark.slow]
 def failing(number, is_done):
     """Let one rank raise in an exchange of the next backward, before all ranks make it or after.
 
-    Exchanges in flight end before, and the other ranks wait for it: a result that only some ranks had received would be taken back in part.
+    Exchanges in flight end before, and the other ranks wait for it: a result that only some ranks had received would be
+    taken back in part.
     """
     attempt, count = ShardedExchange.attempt, itertools.count()
 
@@ -108,8 +109,8 @@ def test_law1_over_failed_and_repeated_steps(kind):
     for number in range(START + 1):
         step(number)
     kept = []
-    # Three parameter groups, each with a start and an end of the all-reduce, and a reduce-scatter; then one exchange per
-    # process group at the end of the backward.
+    # Three parameter groups, each with the start and the end of an all-reduce, and a reduce-scatter; then one exchange
+    # per process group at the end of the backward.
     n_exchanges = 6 * ("state" in arguments()) + 3 * ("within" in arguments()) + 1
     schedule = [(number, is_done) for number in range(n_exchanges) for is_done in (False, True)][:-1]
     for number, is_done in schedule:
