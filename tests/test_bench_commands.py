@@ -46,7 +46,10 @@ def check_rounding(records):
     [
         ("bench kernels", "--models gpt2-124m --sizes 1 --rounds 2", "gpt2-124m, 1 MiB", check_kernels),
         ("bench reducer", "--models tiny-layers --ranks 2 --steps 2", "tiny-layers: 200 of 0.027 M", check_reducer),
-        ("bench telemetry", "--ranks 1 --steps 1", "overhead: extra time of a measured step", check_telemetry),
+        pytest.param(
+            *("bench telemetry", "--ranks 1 --steps 1", "overhead: extra time of a measured step", check_telemetry),
+            marks=pytest.mark.slow,
+        ),
         ("bench network", "--steps 2 --hooks fp16 --loopback", "this machine's loopback", check_network),
         ("rounding", "", "Relative error of the mean gradient", check_rounding),
     ],

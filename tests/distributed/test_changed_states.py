@@ -111,9 +111,12 @@ ON_ONE_RANK = CHANGES | {
     "load of powersgd": (power_sgd, load),
     "load of scaled": (CHANGES["scaling"][0], load),
 }
+QUICK = ("wire", "iter of auto", "load of scaled")
 
 
-@pytest.mark.parametrize("name", ON_ONE_RANK)
+@pytest.mark.parametrize(  # a rank waits for half the timeout
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in ON_ONE_RANK]
+)
 @on_ranks(2, limit=90)
 def test_state_changed_on_one_rank_raises_on_every_rank(name):
     make, change = ON_ONE_RANK[name]

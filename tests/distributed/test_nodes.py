@@ -87,7 +87,11 @@ def test_nodes_must_have_equally_many_ranks(wrapper):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"wire": "int8", "stochastic_rounding": True}, {"use_error_feedback": False, "wire": "fp8_e4m3"}],
+    [
+        {},
+        pytest.param({"wire": "int8", "stochastic_rounding": True}, marks=pytest.mark.slow),
+        pytest.param({"use_error_feedback": False, "wire": "fp8_e4m3"}, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_laws_hold_on_nodes(options):

@@ -80,8 +80,17 @@ def train_in_groups(hook, rendezvous, signals):
     return results, before, open_handles_at_last(before)
 
 
-@pytest.mark.parametrize("rendezvous", ["env://", "reused store"])
-@pytest.mark.parametrize("hook", ["none", "fp16", "scaled_fp16", "powersgd", "fp16_of_powersgd"])
+QUICK = [("none", "reused store"), ("fp16", "env://"), ("powersgd", "reused store")]
+
+
+@pytest.mark.parametrize(
+    ("hook", "rendezvous"),
+    [
+        pytest.param(hook, place, marks=[pytest.mark.slow] * ((hook, place) not in QUICK))
+        for hook in ("none", "fp16", "scaled_fp16", "powersgd", "fp16_of_powersgd")
+        for place in ("env://", "reused store")
+    ],
+)
 def test_reinitialized_process_group_trains_and_leaves_nothing_open(worlds, tmp_path, hook, rendezvous):
     signals = str(tmp_path / "signals")
     outcomes = worlds(2).run_fresh(train_in_groups, hook=hook, rendezvous=rendezvous, signals=signals)
