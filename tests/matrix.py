@@ -21,7 +21,7 @@ HEADER = """\
 | --- | --- | --- | ---: | ---: | --- |
 """
 TOOLS = ("hypothesis>=6.100", "pytest>=8.3", "pytest-timeout>=2.3", "pytest-xdist>=3.6")
-# Imports and doctor, the laws, parity with PyTorch, the hooks.
+# Imports and doctor, the laws, parity with PyTorch, the hooks, FSDP2.
 CPU_TESTS = (
     "tests/test_doctor.py",
     "tests/distributed/test_laws.py",
@@ -30,6 +30,8 @@ CPU_TESTS = (
     "tests/distributed/test_powersgd.py",
     "tests/distributed/test_quantization_laws.py",
     "tests/distributed/test_executor.py",
+    "tests/distributed/test_sharded.py",
+    "tests/distributed/test_sharded_recovery.py",
     "tests/kernels/test_dispatch.py",
 )
 KERNEL_TESTS = ("tests/kernels/test_flatten.py", "tests/kernels/test_lowrank.py", "tests/kernels/test_quantization.py")
