@@ -33,9 +33,11 @@ from gradwire.planner.probe import CAST, PLAIN, GivenLink, Measurement, measure,
 from gradwire.planner.recommend import Advice, Prediction, advise
 
 MAX_LATENCY = 1_000_000  # microseconds
+MAX_PRICE = 1_000_000
 CHOICES = [name for name in HOOKS if name != "noop"]
 _TIMEOUT = timedelta(minutes=2)
 _HEADERS = ("hook", "step (ms)", "vs. no hook", f"vs. {CAST}", "pays below", "sent per step", "extra memory")
+_COST = "1,000 steps cost"
 
 
 def advise_command(
@@ -74,6 +76,15 @@ def advise_command(
             "unless OMP_NUM_THREADS is set, as under torchrun.",
         ),
     ] = 1,
+    price: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            max=MAX_PRICE,
+            callback=finite,
+            help="Price of a GB (1e9 bytes) between nodes: prints the traffic's cost.",
+        ),
+    ] = None,
     json: Annotated[
         Path | None, typer.Option("--json", help="Write measurements and predictions to this file.")
     ] = None,
@@ -118,7 +129,7 @@ def advise_command(
         typer.echo(f"gradwire advise: {str(error).rstrip('.')}.", err=True)
         raise typer.Exit(1) from None
     advice = advise(measured)
-    print_advice(measured, advice, seconds)
+    print_advice(measured, advice, seconds, price)
     if json is not None:
         json.write_text(to_json(measured, advice) + "\n")
         typer.echo(f"\nJSON: {json}")
@@ -184,8 +195,13 @@ def _process_group(is_rank: bool, device: torch.device) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def print_advice(measured: Measurement, advice: Advice, seconds: float, console: Console | None = None) -> None:
-    """Print the model, the network, the predictions, the recommendation, and the code to register the hook."""
+def print_advice(
+    measured: Measurement, advice: Advice, seconds: float, price: float | None = None, console: Console | None = None
+) -> None:
+    """Print the model, the network, the predictions, the recommendation, and the code to register the hook.
+
+    ``price`` is that of a GB between nodes.
+    """
     console = console or Console()
     model, link = measured.model, measured.link
     latency = max(cost.latency for cost in link.costs.values())
@@ -203,7 +219,12 @@ def print_advice(measured: Measurement, advice: Advice, seconds: float, console:
     ranked = sorted(advice.predictions, key=lambda each: each.step_seconds)
     styles = ["bold" if each.hook == advice.recommended else "" for each in ranked]
     console.print()
-    print_tables([Table(title="", headers=_HEADERS, rows=[_cells(each) for each in ranked], styles=styles)], console)
+    headers, rows = list(_HEADERS), [_cells(each) for each in ranked]
+    if price is not None:
+        headers.append(_COST)
+        for row, each in zip(rows, ranked, strict=True):
+            row.append(f"{price * each.network_bytes / 1e6:,.2f}")
+    print_tables([Table(title="", headers=headers, rows=rows, styles=styles)], console)
     console.print(f"{advice.headline}: {advice.reason}.", style="bold", highlight=False, markup=False, soft_wrap=True)
     if code := HOOKS[advice.recommended].code:
         console.print(f"\n{code}", highlight=False, markup=False, soft_wrap=True)

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gradwire.planner.hook_registry import display_name
-from gradwire.planner.model import break_even, step_seconds
+from gradwire.planner.link_probe import bytes_out_of_node
+from gradwire.planner.model import HookCost, Link, break_even, step_seconds
 from gradwire.planner.probe import CAST, PLAIN, Measurement
 
 WORTHWHILE = 1.05  # smallest speed-up for which a hook is recommended
@@ -22,6 +23,7 @@ class Prediction:
     # it always does
     break_even: float | None
     payload_bytes: int  # per step and rank
+    network_bytes: int  # sent per step by all nodes; with a single node, by all ranks
     bytes_kept: int  # see `HookCost.bytes_kept`
     memory_bytes: int  # states and wire buffers
 
@@ -55,6 +57,7 @@ def advise(measured: Measurement) -> Advice:
             speed_up_over_bf16=seconds[CAST] / seconds[name],
             break_even=None if name == PLAIN else break_even(measured.model, hook, plain, measured.link),
             payload_bytes=hook.payload_bytes,
+            network_bytes=_network_bytes(hook, measured.link),
             bytes_kept=hook.bytes_kept(measured.link.ranks_per_node),
             memory_bytes=hook.memory_bytes,
         )
@@ -62,6 +65,13 @@ def advise(measured: Measurement) -> Advice:
     )
     recommended, reason = _recommend(predictions)
     return Advice(predictions=predictions, recommended=recommended, reason=reason)
+
+
+def _network_bytes(hook: HookCost, link: Link) -> int:
+    senders = link.nodes if link.nodes > 1 else link.world_size
+    messages = [message for bucket in hook.buckets for message in bucket.messages]
+    sent = [each.nbytes * bytes_out_of_node(each.kind, link.world_size, link.ranks_per_node) for each in messages]
+    return round(senders * sum(sent))
 
 
 def _recommend(predictions: Sequence[Prediction]) -> tuple[str, str]:

@@ -94,7 +94,7 @@ def test_job_that_cannot_be_measured_is_refused_on_every_rank(folder, job, ranks
 
 def test_single_process_predicts_for_a_given_network(folder):
     network = "--bandwidth 100mbit --world-size 8 --ranks-per-node 4 --latency 1000"
-    arguments = f"advise my_training:job --hooks int4 {network} --plot plot.png --json a.json".split()
+    arguments = f"advise my_training:job --hooks int4 {network} --price 20000 --plot plot.png --json a.json".split()
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | {"NO_COLOR": "1"}
     command = [sys.executable, "-m", "gradwire.cli", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
@@ -111,6 +111,12 @@ def test_single_process_predicts_for_a_given_network(folder):
     for shot in ("all-to-all", "all-gather"):  # of a shard on each of the 4 ranks of a node
         assert costs[f"{shot} between nodes"]["per_byte"] == pytest.approx(4 * 8e-8)
         assert costs[f"{shot} in a node"] == {"latency": pytest.approx(1e-3, abs=1e-3), "per_byte": 0}
+    sent = {each["hook"]: each["network_bytes"] for each in content["predictions"]}
+    numel = 64 * 256 + 256 + 256 * 8 + 8
+    assert sent["none"] == 2 * 2 * (1 - 1 / 8) * 4 * numel  # two nodes, each of which a ring of 8 ranks leaves once
+    assert sent["bf16"] == sent["none"] / 2
+    assert 0.52 < sent["int4"] / (2 * 2 * (1 - 1 / 2) * numel) < 0.65  # 4.25 bits, biases in 16, headers
+    assert "5,234.88" in done.stdout  # 20,000 per GB, 1,000 steps without a hook
     assert (folder / "plot.png").exists()
 
 
