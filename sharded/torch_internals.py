@@ -120,9 +120,11 @@ def is_read_in_backward(group: Any, dtype: torch.dtype) -> bool:
 
     Otherwise the flat tensor is the memory of the gradients.
     """
-    parameters = [each.sharded_param for each in group.fsdp_params if each.sharded_param.requires_grad]
-    is_kept = all(each.grad is None and each.dtype == dtype for each in parameters)
-    return not is_kept or runs_optimizers(group.fsdp_params) or group._all_reduce_hook is not None
+    found = [each for each in group.fsdp_params if each.sharded_param.requires_grad]
+    # Since PyTorch 2.15, gradients may have a dtype of their own.
+    dtypes = {getattr(each, "sharded_grad_dtype", each.sharded_param.dtype) for each in found}
+    is_kept = dtypes == {dtype} and all(each.sharded_param.grad is None for each in found)
+    return not is_kept or runs_optimizers(found) or group._all_reduce_hook is not None
 
 
 def replica_group(group: Any) -> dist.ProcessGroup | None:
