@@ -16,9 +16,10 @@ INTERPRETED = is_interpreted()
 collect_ignore_glob = [] if find_spec("hypothesis") and find_spec("numpy") else ["*"]
 
 if INTERPRETED:
-    from tests.kernels import interpreter_repair
+    from tests.kernels import bounds, interpreter_repair
 
     interpreter_repair.install()
+    bounds.install()
 
 
 def pytest_configure(config):

@@ -45,6 +45,32 @@ def test_interpreter_casts_from_fp64_round_once(target, value, expected):
     assert out.item() == expected
 
 
+@triton.jit
+def _copy_kernel(addresses_ptr, out_ptr, first, N: tl.constexpr):
+    source_ptr = tl.load(addresses_ptr).to(tl.pointer_type(tl.float32))
+    tl.store(out_ptr + tl.arange(0, N), tl.load(source_ptr + first + tl.arange(0, N)))
+
+
+@pytest.mark.parametrize(("first", "numel"), [(1, 8), (-1, 8), (0, 7)], ids=["after", "before", "store"])
+def test_access_out_of_bounds_raises(first, numel):
+    memory, out = torch.arange(24.0), torch.zeros(numel)
+    source = memory[8:16]
+    table = torch.tensor([source.data_ptr()])
+    with pytest.raises(triton.runtime.errors.InterpreterError, match="out of bounds: 1 of 8 elements"):
+        _copy_kernel[(1,)](table, out, first, N=8)
+    right = torch.zeros(8)
+    _copy_kernel[(1,)](table, right, 0, N=8)
+    assert right.tolist() == source.tolist()
+
+
+def test_access_to_freed_memory_raises():
+    source = torch.zeros(8)
+    table = torch.tensor([source.data_ptr()])
+    del source
+    with pytest.raises(triton.runtime.errors.InterpreterError, match="out of bounds: 8 of 8 elements"):
+        _copy_kernel[(1,)](table, torch.zeros(8), 0, N=8)
+
+
 class Shifted:
     """A tensor argument whose base address lies ``elements`` before its memory: element number ``elements`` is real."""
 
