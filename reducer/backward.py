@@ -76,10 +76,13 @@ class Exchange:
         self.connections.begin_exchange(user, self._thread)
         self._n_backwards += 1
 
-    def fail(self, user: object, step: int, cause: str) -> str | None:
-        """Leave the exchange. Returns the error of another rank that left before this one."""
+    def fail(self, user: object, step: int, cause: str, is_of_peer: bool = False) -> str | None:
+        """Leave the exchange. Returns the error of another rank that left before this one.
+
+        ``is_of_peer``: a connection has closed, so the notice of the rank that closed it is on its way.
+        """
         connections = self.connect()
-        elsewhere = connections.failure_elsewhere()
+        elsewhere = connections.failure_elsewhere(wait=is_of_peer)
         rank = dist.get_rank(self.process_group)
         connections.fail(elsewhere or f"Step {step} failed on rank {rank}: {cause}")
         connections.end_exchange(user)

@@ -139,17 +139,17 @@ class Reducer:
         clear_frames(error)
         raised_in = error.__traceback__
         message = f"{type(error).__name__} in {during}: {error}"
-        elsewhere = self._fail(message)
-        error.with_traceback(raised_in)  # without the frames that ask a failed future for its value
         is_consequence = type(error) in (RuntimeError, dist.DistBackendError, dist.DistNetworkError)
+        elsewhere = self._fail(message, is_of_peer=is_consequence and "gloo" in message)
+        error.with_traceback(raised_in)  # without the frames that ask a failed future for its value
         is_included = elsewhere is None or str(error) in elsewhere or elsewhere in str(error)
         if is_consequence and not is_included:
             raise RuntimeError(f"{elsewhere}\n{ADVICE}\nOn this rank: {message}") from error
 
-    def _fail(self, cause: str) -> str | None:
+    def _fail(self, cause: str, is_of_peer: bool = False) -> str | None:
         """Leave the exchange and discard this step. Returns the error of another rank that left before this one."""
         self.error = cause
-        elsewhere = self.exchange.fail(self, self.times.iterations, cause)
+        elsewhere = self.exchange.fail(self, self.times.iterations, cause, is_of_peer)
         take_back = self.hook.take_back
         results = take_values(self._backward.futures) if take_back is not None else []
         for bucket, result in zip(self.buckets, results, strict=False):  # no results between two steps

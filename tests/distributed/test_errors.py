@@ -1,11 +1,14 @@
 """Errors: what raises, with which words, and that the model trains on afterwards."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import gradwire
+from gradwire.comm.connections import Connections
 from gradwire.hooks import default_hooks
 from gradwire.hooks._bucket import reduce_bucket
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
@@ -288,3 +291,29 @@ def test_model_cast_after_wrapping_raises_on_every_rank(hook, back):
     assert "resynchronize()" in second[1]
     ddp.resynchronize()
     assert error_of(train_steps, ddp)[0] == "RuntimeError"
+
+
+@on_ranks(2)
+def test_error_of_a_peer_is_named_if_its_connection_closes_before_its_notice_arrives():
+    asked, fail, key = Connections.failure_elsewhere, Connections.fail, "rank 0 has asked"
+    store, is_victim, fails_at = dist.distributed_c10d._get_default_store(), dist.get_rank() == 1, None
+
+    def ask(connections, *arguments, **options):
+        store.set(key, "")
+        return asked(connections, *arguments, **options)
+
+    def fail_later(connections, reason):
+        store.wait([key])
+        fail(connections, reason)
+
+    def hook(state, bucket):
+        if bucket.index() == fails_at:
+            return reduce_bucket(state, bucket, failing_algorithm, "test_hook")
+        return default_hooks.fp16_compress_hook(state, bucket)
+
+    ddp = wrapped(hook=(None, hook), bucket_cap_mb=SMALLEST)
+    train_steps(ddp)
+    fails_at = 1 if is_victim else None
+    replaced = ("fail", fail_later) if is_victim else ("failure_elsewhere", ask)
+    with mock.patch.object(Connections, *replaced):
+        assert "from the worker" in message_of(train_steps, ddp)
