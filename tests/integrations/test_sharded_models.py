@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import gradwire.sharded
+from gradwire.hooks.auto_hook import AutoState
 from gradwire.hooks.quantization_hooks import QuantizationState
-from gradwire.hooks.scaled_cast_hooks import ScaledCastState
 from gradwire.integrations import attach
 from gradwire.integrations._checkpoint import load_shards
 from gradwire.sharded import ReduceScatterOptions
@@ -276,8 +276,8 @@ def test_state_that_fits_one_mesh_only_is_refused_before_training(world_of_one):
 
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
     model = fully_shard(task.new_net(), mesh=mesh)
-    with pytest.raises(NotImplementedError, match="ScaledCastState cannot be loaded with another number of shards"):
-        accelerate.attach(None, model, ScaledCastState(None))
+    with pytest.raises(NotImplementedError, match="AutoState cannot be loaded with another number of shards"):
+        accelerate.attach(None, model, AutoState(None))
 
 
 def test_fsdp1_is_refused(world_of_one):
