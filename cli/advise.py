@@ -129,7 +129,7 @@ def advise_command(
         typer.echo(f"gradwire advise: {str(error).rstrip('.')}.", err=True)
         raise typer.Exit(1) from None
     advice = advise(measured)
-    print_advice(measured, advice, seconds, price)
+    print_advice(measured, advice, seconds, price=price)
     if json is not None:
         json.write_text(to_json(measured, advice) + "\n")
         typer.echo(f"\nJSON: {json}")
@@ -196,7 +196,7 @@ def _process_group(is_rank: bool, device: torch.device) -> Iterator[None]:
 
 
 def print_advice(
-    measured: Measurement, advice: Advice, seconds: float, price: float | None = None, console: Console | None = None
+    measured: Measurement, advice: Advice, seconds: float, console: Console | None = None, price: float | None = None
 ) -> None:
     """Print the model, the network, the predictions, the recommendation, and the code to register the hook.
 

@@ -43,7 +43,7 @@ def loss(model):
 def printed_code(measured, advice, hook):
     """The lines below the recommendation, if it were this hook."""
     console = Console(file=io.StringIO(), width=80)
-    print_advice(measured, replace(advice, recommended=hook), 1.0, console=console)
+    print_advice(measured, replace(advice, recommended=hook), 1.0, console)
     return console.file.getvalue().partition(f"\nUse {hook}: ")[2].partition("\n")[2]
 
 
