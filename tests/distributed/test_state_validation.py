@@ -254,7 +254,8 @@ def test_damaged_quantization_state_raises_and_changes_nothing(damaged, entry):
 
 @pytest.mark.parametrize(("damaged", "entry"), cases(damaged_scaled_cast_states()))
 def test_damaged_scaled_cast_state_raises_and_changes_nothing(damaged, entry):
-    state = ScaledCastState()
+    state, model = ScaledCastState(), Model()
+    state.bind(model)  # an unbound state looks for its model among all objects
     state.load_state_dict(scaled_cast_state())
     assert_refuses(state, damaged, entry)
 
