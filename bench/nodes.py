@@ -283,7 +283,7 @@ def _notes(records: Sequence[Record]) -> list[str]:
         f"model: GPT with {Bytes.layers} layers of width {Bytes.width}, {settings['parameters']:,} parameters; "
         f"{Bytes.length} bytes of text per rank",
         f"step time: forward and backward on the slowest rank, median of {settings['steps']} interleaved steps",
-        "in parentheses: speed-up over the plain exchange, for ddp-hierarchical over that of ddp-flat",
+        "in parentheses: speed-up over plain in the same row; for ddp-hierarchical, over plain ddp-flat",
         "plain: PyTorch without gradwire; bf16: bf16_compress_hook, with sums in fp32 on nodes; -: no such method",
         "sent per step: bytes on the interface of rank 0's node, which both of its ranks share, with headers",
         "peak memory: of a process in a forward and a backward, minus that with noop_hook on gradwire's DDP",

@@ -200,7 +200,7 @@ def print_advice(
 ) -> None:
     """Print the model, the network, the predictions, the recommendation, and the code to register the hook.
 
-    ``price`` is that of a GB between nodes.
+    With a ``price`` per GB sent between nodes, also print what the traffic of 1,000 steps costs.
     """
     console = console or Console()
     model, link = measured.model, measured.link

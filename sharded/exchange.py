@@ -116,13 +116,13 @@ class ShardedExchange:
                 del self.awaited[key]
 
     def leave(self, reason: str) -> None:
-        """Leave the exchange in all process groups, see `Connections.fail`, but keep the results that are there."""
+        """Leave the exchange in all process groups (`Connections.fail`). Results that have arrived are kept."""
         for group in self.groups:
             with suppress(RuntimeError):  # the group was destroyed
                 connections_of(group).fail(reason)
         awaited, self.awaited = self.awaited, {}
         for _, _, finish in awaited.values():
-            with suppress(Exception), torch.no_grad():  # that of its exchange, which has ended
+            with suppress(Exception), torch.no_grad():  # the exchange has failed on this rank, too
                 finish()
 
     def _compare_settings(self) -> None:

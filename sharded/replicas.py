@@ -176,7 +176,11 @@ class ReplicaGroup(dist.ProcessGroup):
         exchange = self._exchange
         n_averaged = len(exchange.averaged)
         bucket.collect(flat, n_averaged - 1, n_averaged == exchange.n_groups, self._is_zero_copy)
-        future = self._hook(self._state, bucket)  # type: ignore[arg-type]
+        try:
+            future = self._hook(self._state, bucket)  # type: ignore[arg-type]
+        except BaseException:
+            bucket.release()
+            raise
         exchange.awaited[self._group] = (self.replicas, name, partial(self._finish, bucket, flat, is_mean, future))
 
     def _finish(self, bucket: ShardBucket, flat: Tensor, is_mean: bool, future: Any) -> None:
