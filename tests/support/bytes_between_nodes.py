@@ -44,6 +44,14 @@ CASES = {
 }
 
 
+def bytes_at_rest():
+    """Both ranks of a node share its interface: it is read when all ranks have arrived and before any goes on."""
+    dist.barrier()
+    sent = namespaces.sent_bytes()
+    dist.barrier()
+    return sent
+
+
 def gradient_of(wrap, options):
     """The gradient of this rank's batch, averaged over all ranks, and the bytes that its node sends meanwhile."""
     torch.manual_seed(0)
@@ -54,11 +62,9 @@ def gradient_of(wrap, options):
     batch = torch.randn(2, SIZE)
     for _ in range(2):  # the first one also connects the ranks and compares their settings
         model.zero_grad()
-        dist.barrier()
-        before = namespaces.sent_bytes()
+        before = bytes_at_rest()
         model(batch).square().sum().backward()
-        dist.barrier()
-        sent = namespaces.sent_bytes() - before
+        sent = bytes_at_rest() - before
     (parameter,) = model.parameters()
     gradient = parameter.grad
     return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient, sent
