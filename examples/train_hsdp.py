@@ -40,13 +40,13 @@ def main() -> None:
     attachment.state.observe()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     torch.manual_seed(1 + dist.get_rank())  # different data on every rank
-    for step in range(1, 301):
+    for step in range(1, 151):
         inputs = torch.randn(32, 64, device=device)
         loss = nn.functional.mse_loss(model(inputs), inputs @ teacher)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if dist.get_rank() == 0 and step % 100 == 0:
+        if dist.get_rank() == 0 and step % 50 == 0:
             print(f"step {step}: loss {loss.item():.3f}")
     metrics = attachment.state.metrics()
     if dist.get_rank() == 0:

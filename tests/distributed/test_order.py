@@ -19,7 +19,7 @@ from tests.support.ranks import from_all_ranks, on_ranks
 from tests.support.training import HOOKS, SMALLEST, register
 from tests.support.zoo import Probe
 
-STEPS = 30
+STEPS = 12
 SHAPES = [(size,) for size in (3, 7, 1, 64, 5, 2, 9, 33, 4, 8, 1, 6)] + [(3, 5), (2, 2, 2), ()]
 WEIGHT_OF_SQUARES = 64  # keeps both sums apart in the result
 

@@ -252,7 +252,7 @@ LOSSES = [
     if not (wire == "powersgd" and place in ("nodes", "hsdp within", "hsdp both", "fsdp within"))
     if (place, wire) != ("pytorch", "bf16")  # it refuses the hook on a CPU
 ]
-QUICK_LOSSES = [("nodes", "int4"), ("hsdp both", "int4")]
+QUICK_LOSSES = [("hsdp both", "int4")]
 
 
 def language_model(place):
