@@ -16,18 +16,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.progress import Progress
+from torch.optim.lr_scheduler import LinearLR
 
 from gradwire.bench import launch, namespaces
 from gradwire.bench.implementations import GRADWIRE, PYTORCH
 from gradwire.bench.namespaces import Rate
 from gradwire.bench.network import LOOPBACK, limit_to, places_of
 from gradwire.bench.record import Measured, Metric, Record, records_of, unique
-from gradwire.bench.tables import Cell, Group, Table, count, format_rate, format_value, pivot
-from gradwire.bench.tasks import NO_FEEDBACK, TASKS, TRAINED_HOOKS, Task, Training, describe
+from gradwire.bench.tables import Cell, Group, Table, count, format_link, format_value, pivot
+from gradwire.bench.tasks import NO_FEEDBACK, OPTIMIZERS, TASKS, TRAINED_HOOKS, Task, Training, describe
 from gradwire.bench.timing import in_turn, slowest
 from gradwire.planner.hook_registry import display_name
 
-DEFAULT_HOOKS = ("none", "fp16", "int8", "int4", "int2", "powersgd-r4", "powersgd-r16", NO_FEEDBACK)
+DEFAULT_HOOKS = (
+    *("none", "fp16", "int8", "int4", "int2"),
+    *("powersgd-r4", "powersgd-r16", "powersgd-r8-int8", "powersgd-r16-int8", NO_FEEDBACK),
+)
 PLAIN_STEPS = 2  # uncompressed steps of low-rank hooks: the fewest that PyTorch's hook accepts
 WARM_UP = 10  # steps until the learning rate has its full size
 
@@ -35,11 +39,13 @@ WARM_UP = 10  # steps until the learning rate has its full size
 class Trial(Training):
     """A training until the score reaches the target."""
 
-    def __init__(self, task: Task, hook: str, implementation: str, seed: int, counts_bytes: bool) -> None:
+    def __init__(
+        self, task: Task, optimizer: str, hook: str, implementation: str, seed: int, counts_bytes: bool
+    ) -> None:
         sent_bytes = namespaces.sent_bytes if counts_bytes else lambda: 0
-        super().__init__(task, hook, implementation, seed, PLAIN_STEPS, sent_bytes=sent_bytes)
-        self.case, self.counts_bytes = {"hook": hook, "seed": seed}, counts_bytes
-        self.schedule = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1 / WARM_UP, total_iters=WARM_UP)
+        super().__init__(task, hook, implementation, seed, PLAIN_STEPS, sent_bytes=sent_bytes, optimizer=optimizer)
+        self.case, self.counts_bytes = {"optimizer": optimizer, "hook": hook, "seed": seed}, counts_bytes
+        self.schedules = [LinearLR(each, 1 / WARM_UP, total_iters=WARM_UP) for each in self.optimizers]
         self.steps: list[int] = []  # at which the model was evaluated
         self.scores: list[float] = []
 
@@ -67,11 +73,21 @@ class Trial(Training):
         return records_of("converge", self.case, self.implementation, dist.get_world_size(), metrics)
 
 
-def measure(task: str, hooks: Sequence[str], rate: Rate, seeds: int, hosts: int) -> Measured:
-    settings = {"task": task, "hooks": list(hooks), "rate": rate.name, "seeds": seeds, "threads": 1}
-    with places_of(hosts, is_local=rate == LOOPBACK) as places:
+def measure(
+    task: str,
+    optimizers: Sequence[str],
+    hooks: Sequence[str],
+    rate: Rate,
+    seeds: int,
+    hosts: int,
+    delay_ms: float = 0.0,
+) -> Measured:
+    settings: dict[str, Any] = {"task": task, "optimizers": list(optimizers), "hooks": list(hooks)}
+    settings |= {"rate": rate.name, "seeds": seeds, "threads": 1}
+    with places_of(hosts, is_local=rate == LOOPBACK, delay_ms=delay_ms) as places:
         records = launch.run(__name__, settings, places)
-    described = describe(TASKS[task]()) | {"rate": rate.name, "hosts": hosts, "plain_steps": PLAIN_STEPS}
+    described = describe(TASKS[task]()) | {"rate": rate.name, "delay_ms": delay_ms, "hosts": hosts}
+    described["plain_steps"] = PLAIN_STEPS
     return Measured(described, records)
 
 
@@ -79,14 +95,20 @@ def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
     task = TASKS[settings["task"]]()
     seeds, counts_bytes = settings["seeds"], settings["rate"] != LOOPBACK.name
     limit_to(settings["rate"])
-    pairs = [(hook, by) for hook in settings["hooks"] for by in implementations_of(hook)]
+    names = [
+        (optimizer, hook, by)
+        for hook in settings["hooks"]
+        for by in implementations_of(hook)
+        for optimizer in settings["optimizers"]
+    ]
     records: list[Record] = []
     with Progress(disable=dist.get_rank() != 0) as progress:
         for seed in range(seeds):
-            trials = [Trial(task, hook, by, seed, counts_bytes) for hook, by in pairs]
+            trials = [Trial(task, *each, seed, counts_bytes) for each in names]
             line = progress.add_task(f"seed {seed}", total=task.max_steps)
             running = list(trials)
-            for step, batch in zip(range(1, task.max_steps + 1), task.batches(seed), strict=False):
+            batches = task.batches(seed, dist.get_rank(), dist.get_world_size())
+            for step, batch in zip(range(1, task.max_steps + 1), batches, strict=False):
                 for trial in in_turn(running, step):
                     trial.step(batch)
                 if step % task.evaluate_every == 0:
@@ -138,11 +160,17 @@ def _at_target(metric: str) -> Cell:
     return cell
 
 
-def _time_to_target(group: Group) -> str:
-    found = [record.p50 for record in group if record.metric == Metric.TARGET_S]
+def _missed(group: Group) -> str:
+    """How many trainings reached the target, if some did not."""
+    found = [record.p50 for record in group if record.metric == Metric.STEPS]
     reached = [number for number in found if number is not None]
-    if len(reached) < len(found):
-        return f"{len(reached)} of {len(found)} reach it"
+    return f"{len(reached)} of {len(found)} reach it" if len(reached) < len(found) else ""
+
+
+def _time_to_target(group: Group) -> str:
+    reached = to_target(group, Metric.TARGET_S)
+    if reached is None:
+        return _missed(group)
     digits = 0 if median(reached) >= 10 else 2
     return f"{median(reached):.{digits}f} ({min(reached):.{digits}f}-{max(reached):.{digits}f})"
 
@@ -164,13 +192,36 @@ def _speed_up(records: Sequence[Record]) -> Cell:
     return cell
 
 
+def _steps_with(records: Sequence[Record], optimizer: str) -> Cell:
+    """A cell with the steps to the target with one optimizer, and in units of those without a hook."""
+    trained = [record for record in records if record["optimizer"] == optimizer]
+    plain = to_target([record for record in trained if record["hook"] == "none"], Metric.STEPS)
+
+    def cell(group: Group) -> str:
+        own = [record for record in group if record["optimizer"] == optimizer]
+        steps = to_target(own, Metric.STEPS)
+        if steps is None:
+            return _missed(own)
+        return format_value(Metric.STEPS, median(steps)) + (f" ({median(steps) / median(plain):.2f}x)" if plain else "")
+
+    return cell
+
+
 def tables(records: Sequence[Record]) -> list[Table]:
+    """One table, a row per hook: times and bytes with one optimizer, or the steps with each of several."""
     settings = records[0].provenance["settings"]
+    optimizers = unique(record.case.get("optimizer") for record in records)
+    trained_by = f", {OPTIMIZERS[optimizers[0]]}" if len(optimizers) == 1 and optimizers[0] else ""
     title = (
-        f"{settings['task']}, {settings['parameters']:,} parameters, {count(settings['hosts'], 'host')}, "
-        f"link: {format_rate(settings['rate'])}; target: {target_of(settings)}"
+        f"{settings['task']}, {settings['parameters']:,} parameters{trained_by}, {count(settings['hosts'], 'host')}, "
+        f"link: {format_link(settings['rate'], settings)}; target: {target_of(settings)}"
     )
     names = {"hook": lambda record: display_name(record["hook"]), "": lambda record: record.implementation}
+    seeds = len(unique(record["seed"] for record in records))
+    if len(optimizers) > 1:
+        columns = [(OPTIMIZERS[name], _steps_with(records, name)) for name in optimizers]
+        notes = [f"steps to target: median of {count(seeds, 'seed')}; in brackets: relative to no hook"]
+        return [pivot(f"steps to target by optimizer: {title}", records, names, columns, notes)]
     columns = [
         (Metric.STEPS, _at_target(Metric.STEPS)),
         (Metric.TARGET_S, _time_to_target),
@@ -178,7 +229,6 @@ def tables(records: Sequence[Record]) -> list[Table]:
         ("sent", _at_target(Metric.SENT)),
         ("speed-up", _speed_up(records)),
     ]
-    seeds = len(unique(record["seed"] for record in records))
     notes = [
         f"time to target: median of {count(seeds, 'seed')} (range), evaluations not counted",
         "step time: mean from the first evaluation on, when all hooks compress",

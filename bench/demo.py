@@ -22,7 +22,7 @@ from gradwire.bench.implementations import GRADWIRE
 from gradwire.bench.namespaces import Rate
 from gradwire.bench.network import LOOPBACK, limit_to, places_of
 from gradwire.bench.record import Measured, Metric, Record, percentiles_ms, records_of
-from gradwire.bench.tables import Cell, Group, Table, count, format_rate, median_of, pivot, relative, value
+from gradwire.bench.tables import Cell, Group, Table, count, format_link, median_of, pivot, relative, value
 from gradwire.bench.tasks import Digits, Training, describe
 from gradwire.planner.hook_registry import HOOKS, display_name
 
@@ -45,10 +45,12 @@ def records_of_training(training: Training, epochs: int) -> list[Record]:
     return records_of("demo", {"hook": training.hook}, GRADWIRE, dist.get_world_size(), metrics)
 
 
-def measure(hooks: Sequence[str], rate: Rate, processes: int, epochs: int, seed: int) -> Measured:
+def measure(
+    hooks: Sequence[str], rate: Rate, processes: int, epochs: int, seed: int, delay_ms: float = 0.0
+) -> Measured:
     """Train once with each hook."""
-    asked = {"hooks": list(hooks), "rate": rate.name, "epochs": epochs, "seed": seed}
-    with places_of(processes, is_local=rate == LOOPBACK) as places:
+    asked = {"hooks": list(hooks), "rate": rate.name, "delay_ms": delay_ms, "epochs": epochs, "seed": seed}
+    with places_of(processes, is_local=rate == LOOPBACK, delay_ms=delay_ms) as places:
         records = launch.run(__name__, asked, places, demo_device(processes, rate))
     task = Digits()
     settings = asked | {
@@ -73,8 +75,8 @@ def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
     steps = epochs * (len(task.train_labels) // task.batch_size(dist.get_world_size()))
     trainings = [Training(task, hook, GRADWIRE, settings["seed"], PLAIN_STEPS, device) for hook in hooks]
     for training in trainings:
-        training.schedule = OneCycleLR(training.optimizer, max_lr=0.02, total_steps=steps)
-    batches = [task.batches(settings["seed"]) for _ in hooks]
+        training.schedules = [OneCycleLR(each, max_lr=0.02, total_steps=steps) for each in training.optimizers]
+    batches = [task.batches(settings["seed"], dist.get_rank(), dist.get_world_size()) for _ in hooks]
     limit_to(settings["rate"])
     with make_progress() as progress:
         bars = [progress.add_task(display_name(hook), total=steps, loss=math.nan, seconds=0.0) for hook in hooks]
@@ -121,7 +123,7 @@ def title(records: Sequence[Record]) -> str:
     """Task, size, world size and length of the trainings."""
     settings = records[0].provenance["settings"]
     sizes = f"{settings['parameters']:,} parameters, {count(settings['processes'], 'rank')}"
-    link = "no limit" if settings["rate"] == LOOPBACK.name else format_rate(settings["rate"])
+    link = "no limit" if settings["rate"] == LOOPBACK.name else format_link(settings["rate"], settings)
     return f"Handwritten digits, {sizes}, {count(settings['epochs'], 'epoch')}, link: {link}"
 
 
@@ -157,7 +159,8 @@ def verdict(records: Sequence[Record]) -> str:
     plain, best = by_hook.get("none"), by_hook[fastest]
     if not plain or not best or fastest == "none":
         return ""
-    link = format_rate(records[0].provenance["settings"]["rate"])
+    settings = records[0].provenance["settings"]
+    link = format_link(settings["rate"], settings)
     return f"Over {link}, {fastest} trains in {best:.1f} s, no hook in {plain:.1f} s: {plain / best:.1f} times as fast."
 
 
@@ -168,7 +171,7 @@ def _notes(records: Sequence[Record]) -> list[str]:
     steps = settings["plain_steps"]
     plain = f"; hooks with error feedback send the first {steps} steps uncompressed" if has_feedback else ""
     if settings["rate"] != LOOPBACK.name:
-        link = f"{format_rate(settings['rate'])} between hosts, which are network namespaces of this machine"
+        link = f"{format_link(settings['rate'], settings)} between hosts, which are network namespaces of this machine"
     else:
         memory = "memory" if facts["backend"] == "gloo" else "NVLink, PCIe or memory"
         link = f"{memory} of this machine; times over a network differ"

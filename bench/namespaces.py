@@ -1,16 +1,17 @@
 """Hosts with a slow network between them, on one machine: network namespaces on a bridge, with rate limits.
 
 Linux only; needs root and pyroute2. Every host is a namespace with one interface, joined to a bridge in a namespace of
-its own, so that nothing outside changes. Deleting the namespaces deletes everything. A killed run leaves them in place;
-the next run deletes them.
+its own, so that nothing outside changes. On links with a delay, `gradwire.bench.late_packets` is in the bridge's place.
+Deleting the namespaces deletes everything. A killed run leaves them in place; the next run deletes them.
 """
 
 import importlib.util
 import ipaddress
 import os
 import re
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -25,6 +26,8 @@ if _HAS_PYROUTE2:
     config.disable_mp_signal = True
 
 INTERFACE = "eth0"
+_LATE_PACKETS = Path(__file__).with_name("late_packets.py")
+_LATE_MTU = 60_000  # its MTU
 _NETWORK = ipaddress.ip_network("10.77.0.0/24")  # seen in the namespaces only
 _PREFIX = "gradwire-"
 _QUEUE_MS = 50
@@ -87,24 +90,48 @@ def obstacle() -> str | None:
 
 
 @contextmanager
-def hosts(count: int) -> Iterator[list[Host]]:
-    """``count`` hosts on one bridge, deleted at the end, also after an error."""
+def hosts(count: int, delay_ms: float = 0.0) -> Iterator[list[Host]]:
+    """``count`` hosts on one network, deleted at the end, also after an error.
+
+    Every packet arrives ``delay_ms`` after it was sent.
+    """
     delete_abandoned()
     prefix = f"{_PREFIX}{os.getpid()}-"
     addresses = map(str, _NETWORK.hosts())
     made = [Host(f"{prefix}{index}", next(addresses)) for index in range(count)]
     with ExitStack() as stack:
         with _refusals():
-            bridge = _add(f"{prefix}bridge", stack)
-            bridge.link("add", ifname="bridge", kind="bridge", state="up")
-            for index, host in enumerate(made):
-                inside, port = _add(host.name, stack), f"port{index}"
-                bridge.link("add", ifname=port, kind="veth", peer={"ifname": INTERFACE, "net_ns_fd": host.name})
-                bridge.link("set", ifname=port, master=_index(bridge, "bridge"), state="up")
-                inside.addr("add", index=_index(inside, INTERFACE), address=host.address, prefixlen=_NETWORK.prefixlen)
+            inside = {host: _add(host.name, stack) for host in made}
+            if delay_ms > 0:
+                _join_by_late_packets(made, delay_ms, stack)
+            else:
+                _join_by_bridge(made, _add(f"{prefix}bridge", stack))
+            for host, space in inside.items():
+                if delay_ms > 0:
+                    space.link("set", ifname=INTERFACE, mtu=_LATE_MTU)
+                space.addr("add", index=_index(space, INTERFACE), address=host.address, prefixlen=_NETWORK.prefixlen)
                 for interface in (INTERFACE, "lo"):
-                    inside.link("set", ifname=interface, state="up")
+                    space.link("set", ifname=interface, state="up")
         yield made
+
+
+def _join_by_bridge(made: Sequence[Host], bridge: "NetNS") -> None:
+    """Give every host an interface that is joined to a bridge."""
+    bridge.link("add", ifname="bridge", kind="bridge", state="up")
+    for number, host in enumerate(made):
+        port = f"port{number}"
+        bridge.link("add", ifname=port, kind="veth", peer={"ifname": INTERFACE, "net_ns_fd": host.name})
+        bridge.link("set", ifname=port, master=_index(bridge, "bridge"), state="up")
+
+
+def _join_by_late_packets(made: Sequence[Host], delay_ms: float, stack: ExitStack) -> None:
+    """Give every host an interface whose packets a process delivers late, until ``stack`` ends it."""
+    command = [sys.executable, str(_LATE_PACKETS), str(delay_ms), *(f"{host.name}={host.address}" for host in made)]
+    process = stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+    stack.callback(process.kill)
+    assert process.stdout is not None
+    if process.stdout.readline() != b"ready\n":
+        raise OSError("no TUN devices; a delay needs /dev/net/tun")
 
 
 def delete_abandoned() -> None:
@@ -127,7 +154,8 @@ def limit(rate: Rate) -> None:
             here.tc("del", index=index, parent=TC_H_ROOT)
         if rate.mbit is not None:
             bits = round(1e6 * rate.mbit)
-            burst = max(_MIN_BURST, round(bits / 8 * _BURST_MS / 1e3))
+            mtu = here.get_links(index)[0].get_attr("IFLA_MTU")
+            burst = max(_MIN_BURST, mtu, round(bits / 8 * _BURST_MS / 1e3))
             here.tc("add", "tbf", index=index, rate=f"{bits}bit", burst=burst, latency=f"{_QUEUE_MS}ms")
 
 

@@ -32,7 +32,7 @@ from gradwire.bench.launch import HERE, Place
 from gradwire.bench.models import time_in_turn
 from gradwire.bench.namespaces import Rate
 from gradwire.bench.record import Measured, Metric, Record, percentiles_ms, records_of, unique
-from gradwire.bench.tables import Table, count, format_number, format_rate, groups_of, median_of, pivot, speed_up, value
+from gradwire.bench.tables import Table, count, format_link, format_number, groups_of, median_of, pivot, speed_up, value
 from gradwire.planner.hook_registry import label
 
 REFERENCE = "noop"
@@ -42,23 +42,23 @@ LOOPBACK = Rate("loopback", None)
 _PROBE_BYTES = 8_000_000
 
 
-def measure(hooks: Sequence[str], rates: Sequence[Rate], steps: int, hosts: int) -> Measured:
+def measure(hooks: Sequence[str], rates: Sequence[Rate], steps: int, hosts: int, delay_ms: float = 0.0) -> Measured:
     """Step times of each hook at each rate: over a link between hosts, or over `LOOPBACK`."""
     settings = {"hooks": list(hooks), "rates": [rate.name for rate in rates], "steps": steps, "hosts": hosts}
-    settings["threads"] = 1
-    with places_of(hosts, is_local=list(rates) == [LOOPBACK]) as places:
+    settings |= {"threads": 1, "delay_ms": delay_ms}
+    with places_of(hosts, is_local=list(rates) == [LOOPBACK], delay_ms=delay_ms) as places:
         records = launch.run(__name__, settings, places)
     return Measured(settings | {"model": MODEL, "first_compressed_step": FIRST_COMPRESSED}, records)
 
 
 @contextmanager
-def places_of(hosts: int, is_local: bool, ranks_per_host: int = 1) -> Iterator[list[Place]]:
+def places_of(hosts: int, is_local: bool, ranks_per_host: int = 1, delay_ms: float = 0.0) -> Iterator[list[Place]]:
     """The network of the ranks: a namespace per host, or loopback."""
     nodes = [node for node in range(hosts) for _ in range(ranks_per_host)]
     if is_local:
         yield [HERE._replace(node=node) for node in nodes]
     else:
-        with namespaces.hosts(hosts) as made:
+        with namespaces.hosts(hosts, delay_ms) as made:
             yield [Place(made[node].enter, namespaces.INTERFACE, made[node].address, node) for node in nodes]
 
 
@@ -142,7 +142,7 @@ def tables(records: Sequence[Record]) -> list[Table]:
     groups = groups_of(records, "rate")
     for (rate,), group in groups:
         reached = median_of(group, Metric.LINK_RATE) or 0
-        link = "this machine's loopback" if rate == LOOPBACK.name else f"link: {format_rate(rate)}"
+        link = "this machine's loopback" if rate == LOOPBACK.name else f"link: {format_link(rate, settings)}"
         title = f"{Metric.STEP_MS}, {count(settings['hosts'], 'host')}, {link} (all-reduce reaches "
         columns = [
             *((name, value(Metric.STEP_MS, name)) for name in (PYTORCH, GRADWIRE)),

@@ -140,7 +140,7 @@ class Case:
 
     def trained(self, batches: Sequence[Batch]) -> float:
         """The validation loss after training on ``batches``."""
-        optimizer = self.task.make_optimizer(self.model)
+        (optimizer,) = self.task.make_optimizers(self.model, "adamw")
         for batch in batches:
             self.step(batch)
             optimizer.step()
@@ -204,7 +204,7 @@ def train(seam: str, method: str, settings: dict[str, Any]) -> list[Record]:
     """Train with one method; its peak memory in a forward and a backward, and its validation loss."""
     task, steps = Bytes(), settings["training_steps"]
     case = Case(task, seam, method, settings["hosts"])
-    batches = list(islice(task.batches(0), steps))
+    batches = list(islice(task.batches(0, dist.get_rank(), dist.get_world_size()), steps))
     for batch in batches[: FIRST_COMPRESSED + 1]:
         case.step(batch)
     metrics: dict[str, Any] = {Metric.MEMORY: peak_memory(torch.device("cpu"))}
@@ -216,7 +216,7 @@ def train(seam: str, method: str, settings: dict[str, Any]) -> list[Record]:
 def time_steps(settings: dict[str, Any]) -> list[Record]:
     """Check the gradients of all methods, then time interleaved steps. A collective call."""
     task, rates, steps = Bytes(), settings["rates"], settings["steps"]
-    batches = list(islice(task.batches(0), max(FIRST_COMPRESSED + 1, steps)))
+    batches = list(islice(task.batches(0, dist.get_rank(), dist.get_world_size()), max(FIRST_COMPRESSED + 1, steps)))
     first = batches[: FIRST_COMPRESSED + 1]
     means = exact_means(task.make_model(), task, first[-1])
     cases = [Case(task, seam, method, settings["hosts"]) for seam in settings["seams"] for method in SEAMS[seam]]

@@ -20,8 +20,8 @@ from gradwire.bench.tables import (
     find,
     format_bandwidth,
     format_bytes,
+    format_link,
     format_number,
-    format_rate,
     groups_of,
     median_of,
 )
@@ -109,7 +109,7 @@ def draw_network(records: Records, path: Path) -> None:
     steps = [
         r for r in records if r.metric == Metric.STEP_MS and not (r["hook"] == network.REFERENCE and r["one_bucket"])
     ]
-    panels = {f"link: {format_rate(rate)}": group for (rate,), group in groups_of(steps, "rate")}
+    panels = {f"link: {format_link(rate, settings)}": group for (rate,), group in groups_of(steps, "rate")}
     figure = _panels_of_bars(panels, Metric.STEP_MS, Metric.STEP_MS, 12, 4.5)
     _save(figure, f"Step time between {count(settings['hosts'], 'host')}: {settings['model']}\n{STAR_NOTE}", path)
 
@@ -124,8 +124,12 @@ def draw_hooks(records: Records, path: Path) -> None:
 
 
 def draw_converge(records: Records, path: Path) -> None:
-    """Time to target of every hook as dots, median and range; next to it the curves of gradwire's median trainings."""
-    settings = records[0].provenance["settings"]
+    """Time to target of every hook as dots, median and range; next to it the curves of gradwire's median trainings.
+
+    Of the first optimizer, if there are several.
+    """
+    settings, optimizer = records[0].provenance["settings"], records[0].case.get("optimizer")
+    records = [record for record in records if record.case.get("optimizer") == optimizer]
     hooks = unique(record["hook"] for record in records)
     colors = dict(zip(hooks, itertools.cycle(_HOOK_COLORS), strict=False))
     figure = _figure(12, 4.6)
@@ -167,7 +171,7 @@ def draw_converge(records: Records, path: Path) -> None:
     curves.grid(alpha=0.3)
     curves.legend(fontsize=9)
     dots.set_title(f"until {converge.target_of(settings)}", fontsize=11)
-    link = f"{count(settings['hosts'], 'host')} at {format_rate(settings['rate'])}"
+    link = f"{count(settings['hosts'], 'host')} at {format_link(settings['rate'], settings)}"
     _save(figure, f"Time to target: {settings['task']}, {link}", path)
 
 

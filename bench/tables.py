@@ -192,6 +192,12 @@ def format_rate(name: str) -> str:
     return re.sub(r"(?<=\d)([mg])bit$", lambda unit: f" {unit[1].upper()}b/s", name)
 
 
+def format_link(name: str, settings: Mapping[str, Any]) -> str:
+    """Format a link rate, and the delay of the settings if there is one: 100 Mb/s, 20 ms."""
+    delay = settings.get("delay_ms")  # none in results of earlier versions
+    return f"{format_rate(name)}, {delay:g} ms" if delay else format_rate(name)
+
+
 def count(number: int, noun: str) -> str:
     """A number and its noun: 1 rank, 2 ranks."""
     return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -30,6 +30,7 @@ from gradwire.reducer import DistributedDataParallel
 
 Batch = tuple[Tensor, Tensor]  # inputs and labels
 CPU = torch.device("cpu")
+OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon", "sgd": "SGD"}
 NO_FEEDBACK = "powersgd-r4-no-feedback"
 TRAINED_HOOKS = {name: entry for name, entry in HOOKS.items() if name != "noop"} | {
     NO_FEEDBACK: HookEntry(
@@ -55,10 +56,13 @@ class Task:
     evaluate_every: int  # steps between evaluations
     max_steps: int  # length of a training that misses the target
 
+    optimizers: tuple[str, ...]  # names of optimizers; the first is the default
+
     make_model: Callable[[], nn.Module]  # with weights from PyTorch's generator
-    # its learning rate rises to its value in the first `WARM_UP` steps and stays there
-    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
-    batches: Callable[[int], Iterator[Batch]]  # from a seed: this rank's share of every batch, endless
+    # from its name: all that update a model together
+    make_optimizers: Callable[[nn.Module, str], list[torch.optim.Optimizer]]
+    # from a seed, a rank and the number of ranks: the rank's share of every batch, endless
+    batches: Callable[[int, int, int], Iterator[Batch]]
     score_of: Callable[[nn.Module], float]  # on data that the model was not trained on
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -79,6 +83,7 @@ class Digits(Task):
     rises = True
     evaluate_every = 5
     max_steps = 250
+    optimizers = ("sgd", "adamw")
 
     def __init__(self, device: torch.device = CPU) -> None:
         from sklearn.datasets import load_digits  # only trainings need it
@@ -108,22 +113,23 @@ class Digits(Task):
             nn.Linear(512, 10),
         )
 
-    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=5e-4)
+    def make_optimizers(self, model: nn.Module, name: str) -> list[torch.optim.Optimizer]:
+        if name == "adamw":
+            return [torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)]
+        return [torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=5e-4)]
 
     @staticmethod
     def batch_size(ranks: int) -> int:
         """Images of a step: 64 over all ranks, or fewer if the ranks do not divide 64."""
         return 64 // ranks * ranks
 
-    def batches(self, seed: int) -> Iterator[Batch]:
-        images, ranks = len(self.train_labels), dist.get_world_size()
-        size = self.batch_size(ranks)
+    def batches(self, seed: int, rank: int, ranks: int) -> Iterator[Batch]:
+        images, size = len(self.train_labels), self.batch_size(ranks)
         generator = torch.Generator().manual_seed(seed)
         while True:
             order = torch.randperm(images, generator=generator)
             for start in range(0, images - size + 1, size):
-                mine = order[start + dist.get_rank() : start + size : ranks]
+                mine = order[start + rank : start + size : ranks]
                 yield self.train_images[mine], self.train_labels[mine]
 
     def score_of(self, model: nn.Module) -> float:
@@ -143,6 +149,7 @@ class Text(Task):
     rises = False
     evaluate_every = 5
     max_steps = 600
+    optimizers = ("adamw", "muon", "sgd")
     length, batch = 64, 4  # bytes of a sequence, sequences of a rank in a step
     validation_sequences = 32
 
@@ -164,11 +171,20 @@ class Text(Task):
     def make_model(self) -> nn.Module:
         return Gpt(layers=5, width=192, length=self.length)
 
-    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    def make_optimizers(self, model: nn.Module, name: str) -> list[torch.optim.Optimizer]:
+        """Muon updates the matrices of the layers, and AdamW the other parameters beside it."""
+        if name == "sgd":
+            return [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)]
+        named = list(model.named_parameters())
+        hidden = [p for full_name, p in named if name == "muon" and ".layers." in f".{full_name}" and p.ndim == 2]
+        others = [p for _, p in named if not any(p is matrix for matrix in hidden)]
+        adamw = torch.optim.AdamW(others, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+        # Its updates have the root mean square of AdamW's, so both take one learning rate.
+        muon = [torch.optim.Muon(hidden, lr=1e-3, adjust_lr_fn="match_rms_adamw")] if hidden else []
+        return [adamw, *muon]
 
-    def batches(self, seed: int) -> Iterator[Batch]:
-        generator = torch.Generator().manual_seed(dist.get_world_size() * seed + dist.get_rank())
+    def batches(self, seed: int, rank: int, ranks: int) -> Iterator[Batch]:
+        generator = torch.Generator().manual_seed(ranks * seed + rank)
         while True:
             yield self._cut(
                 self._train, torch.randint(len(self._train) - self.length, (self.batch,), generator=generator)
@@ -216,7 +232,7 @@ class Training:
     """A model in training on a task with one hook, and its measurements so far.
 
     It has the weights of ``seed``, and compresses from step ``start`` on. ``sent_bytes`` returns the bytes sent so far;
-    by default the payload that the model's collectives were passed.
+    by default the payload that the model's collectives were passed. ``optimizer`` is a name of the task's.
     """
 
     def __init__(
@@ -228,6 +244,7 @@ class Training:
         start: int,
         device: torch.device = CPU,
         sent_bytes: Callable[[], int] | None = None,
+        optimizer: str | None = None,
     ) -> None:
         torch.manual_seed(seed)
         self.task, self.hook, self.implementation = task, hook, implementation
@@ -240,8 +257,8 @@ class Training:
             start,
             bucket_cap_mb=ONE_BUCKET_MB if needs_one_bucket else None,
         )
-        self.optimizer = task.make_optimizer(self.model)
-        self.schedule: torch.optim.lr_scheduler.LRScheduler | None = None
+        self.optimizers = task.make_optimizers(self.model, optimizer or task.optimizers[0])
+        self.schedules: list[torch.optim.lr_scheduler.LRScheduler] = []
         self._sent_so_far = sent_bytes or self._payload_bytes
         self.losses: list[float] = []
         self.seconds: list[float] = []
@@ -252,13 +269,14 @@ class Training:
         dist.barrier()
         start = time.perf_counter()
         loss = self.task.loss(self.model, batch)
-        self.optimizer.zero_grad()
+        self.model.zero_grad()
         loss.backward()
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
         self.losses.append(loss.item())  # on a GPU, this waits for the whole step
         self.seconds.append(time.perf_counter() - start)
-        if self.schedule is not None:
-            self.schedule.step()
+        for schedule in self.schedules:
+            schedule.step()
         dist.barrier()
         self.sent_bytes.append(self._sent_so_far() - sent_before)
 

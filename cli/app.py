@@ -11,7 +11,7 @@ import typer
 import gradwire
 from gradwire.bench import demo as demo_bench
 from gradwire.bench import namespaces, network
-from gradwire.bench.tables import format_rate
+from gradwire.bench.tables import format_link
 from gradwire.cli import doctor as doctor_command
 from gradwire.cli.advise import advise_command
 from gradwire.cli.bench import bench
@@ -19,6 +19,7 @@ from gradwire.cli.command_runs import measured, report
 from gradwire.cli.options import (
     MAX_SEED,
     MAX_STEPS,
+    DelayOption,
     HooksOption,
     LoopbackOption,
     listed,
@@ -84,6 +85,7 @@ def demo(
     seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Seed for initial weights and data order.")] = 0,
     hooks: HooksOption = _DEMO_HOOKS,
     rate: Annotated[str, typer.Option(help="Link rate, such as 100mbit or 2.5gbit. Needs Linux and root.")] = "100mbit",
+    delay: DelayOption = 0.0,
     loopback: LoopbackOption = False,
 ) -> None:
     """Train a small network with each hook over a slow link; compare loss, accuracy and time.
@@ -92,26 +94,27 @@ def demo(
     the demo trains over loopback, where sending less saves no time. Takes about 2 minutes.
     """
     if loopback:
-        refuse_beside(context, "--loopback", "rate")
+        refuse_beside(context, "--loopback", "rate", "delay")
     names, link = parse_hooks(hooks, _DEMO_CHOICES), parse_rate(rate, "--rate")
+    asked = format_link(link.name, {"delay_ms": delay})
     obstacle = "--loopback" if loopback or processes == 1 else namespaces.obstacle()
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise typer.BadParameter(f"cannot make the folder {output}: {error.strerror}.", param_hint="--output") from None
     if obstacle is None:
-        typer.echo(f"Training with {processes} processes over a {format_rate(link.name)} link, once with each hook.\n")
+        typer.echo(f"Training with {processes} processes over a {asked} link, once with each hook.\n")
     else:
         typer.echo(
             f"Training with {processes} processes over loopback ({obstacle}), where sending less saves no time.\n"
-            f"As root on Linux, gradwire demo trains over a {format_rate(link.name)} link. Most of a step is then\n"
+            f"As root on Linux, gradwire demo trains over a {asked} link. Most of a step is then\n"
             "communication, so hooks that send less train faster.\n"
         )
         link = network.LOOPBACK
     threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
     records = measured(
         "gradwire demo",
-        partial(demo_bench.measure, names, link, processes, epochs, seed),
+        partial(demo_bench.measure, names, link, processes, epochs, seed, delay),
         demo_bench.demo_device(processes, link),
         threads,
     )

@@ -18,6 +18,7 @@ from gradwire.bench.tasks import TASKS, TRAINED_HOOKS
 from gradwire.bench.timing import bench_device
 from gradwire.cli.command_runs import CPU, run
 from gradwire.cli.options import (
+    DelayOption,
     HooksOption,
     HostsOption,
     LoopbackOption,
@@ -47,7 +48,7 @@ TABLES: dict[str, Callable[[Sequence[Record]], list[Table]]] = {
     module.__name__.rpartition(".")[2]: module.tables
     for module in (demo, network, nodes, converge, hook_bench, reducer, kernels, telemetry)
 }
-_LOOPBACK_SETS = ("rate", "rates")
+_LOOPBACK_SETS = ("rate", "rates", "delay")
 
 
 def _command(
@@ -148,6 +149,7 @@ def bench_network(
     context: typer.Context,
     hosts: HostsOption = 2,
     rates: RatesOption = ", ".join(network.DEFAULT_RATES),
+    delay: DelayOption = 0.0,
     steps: Annotated[int, number("Timed steps per hook and rate.")] = 15,
     hooks: HooksOption = ", ".join(network.DEFAULT_HOOKS),
     quick: QuickOption = False,
@@ -162,7 +164,7 @@ def bench_network(
     links = parse_links(rates, loopback)
     _run(
         context,
-        partial(network.measure, parse_hooks(hooks, HOOKS), links, steps, hosts),
+        partial(network.measure, parse_hooks(hooks, HOOKS), links, steps, hosts, delay),
         output,
         is_networked=not loopback,
     )
@@ -189,12 +191,25 @@ def bench_nodes(
     _run(context, measure, output, is_networked=not loopback)
 
 
+def _optimizers_of_tasks() -> str:
+    """A sentence for the help."""
+    return " ".join(f"{name}: {', '.join(task.optimizers)}." for name, task in TASKS.items())
+
+
 @_command("converge", quick={"task": "digits", "hooks": "none,powersgd-r4", "seeds": 1}, hooks=TRAINED_HOOKS)
 def bench_converge(
     context: typer.Context,
     hosts: HostsOption = 2,
     rate: Annotated[str, typer.Option(help="Link rate, such as 100mbit or 2.5gbit.")] = "100mbit",
+    delay: DelayOption = 0.0,
     task: Annotated[str, typer.Option(help=f"Training task: {' or '.join(TASKS)}.")] = "text",
+    optimizers: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Optimizers, comma-separated. {_optimizers_of_tasks()} The first is the default. With several, the "
+            "table compares steps."
+        ),
+    ] = None,
     seeds: Annotated[int, number("Number of seeds. Each hook trains once per seed.")] = 3,
     hooks: HooksOption = ", ".join(converge.DEFAULT_HOOKS),
     quick: QuickOption = False,
@@ -208,7 +223,9 @@ def bench_converge(
     """
     chosen, names = parse_choice(task, TASKS, "--task"), parse_hooks(hooks, TRAINED_HOOKS)
     link = network.LOOPBACK if loopback else parse_rate(rate, "--rate")
-    measure = partial(converge.measure, chosen, names, link, seeds, hosts)
+    of_task = TASKS[chosen].optimizers
+    trained = parse_choices(of_task[0] if optimizers is None else optimizers, of_task, "--optimizers")
+    measure = partial(converge.measure, chosen, trained, names, link, seeds, hosts, delay)
     _run(context, measure, output, is_networked=not loopback)
 
 

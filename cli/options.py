@@ -19,6 +19,7 @@ MAX_STEPS = 1_000_000
 MAX_SEED = 2**32 - 1
 MAX_THREADS = 1024
 MAX_RANKS = 65_536
+MAX_DELAY_MS = 10_000
 
 
 def number(help: str, least: int = 1, most: int = MAX_STEPS) -> Any:
@@ -37,6 +38,19 @@ RanksOption = Annotated[
 ]
 LoopbackOption = Annotated[
     bool, typer.Option("--loopback", help="Use loopback instead of a rate-limited link. Needs no root.")
+]
+
+
+def finite(number: float | None) -> float | None:
+    """The callback of options that are floats: in older versions of typer, NaN is in every range."""
+    if number is not None and not math.isfinite(number):
+        raise typer.BadParameter(f"{number} is not a finite number.")
+    return number
+
+
+DelayOption = Annotated[
+    float,
+    typer.Option("--delay", min=0, max=MAX_DELAY_MS, help="Delay of the link in ms, each way.", callback=finite),
 ]
 HostsOption = Annotated[int, number("Number of hosts, one rank each.", least=2, most=16)]
 
@@ -106,13 +120,6 @@ def parse_sizes(text: str) -> list[int]:
     if wrong:
         raise typer.BadParameter(f"{wrong[0]!r} is not a whole number of MiB from 1 to 999999.", param_hint="--sizes")
     return [int(size) for size in sizes]
-
-
-def finite(number: float | None) -> float | None:
-    """The callback of options that are floats: in older versions of typer, NaN is in every range."""
-    if number is not None and not math.isfinite(number):
-        raise typer.BadParameter(f"{number} is not a finite number.")
-    return number
 
 
 def parse_rate(text: str, option: str, *, is_modeled: bool = False) -> Rate:

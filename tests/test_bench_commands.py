@@ -13,7 +13,7 @@ from gradwire.bench.shapes import SHAPES
 from gradwire.bench.tables import find
 from gradwire.cli.app import app
 from gradwire.kernels import WIRE_FORMATS
-from tools import rounding, validate
+from tools import recorded_gradients, rounding, validate
 
 
 def check_kernels(records):
@@ -59,6 +59,7 @@ def test_command_writes_the_results_it_prints(tmp_path, monkeypatch, command, op
     monkeypatch.setitem(SHAPES, "gpt2-124m", lambda: iter([(300, 200), (200,)] * 4))
     for name, value in {"NUMEL": 1 << 12, "SEEDS": 2, "STEPS": 2, "WORLD_SIZES": (2, 4)}.items():
         monkeypatch.setattr(rounding, name, value)
+    monkeypatch.setattr(recorded_gradients, "STEPS", (1, 2))
     path = tmp_path / "results.jsonl"
     arguments = [*command.split(), *options.split(), "--output", str(path)]
     done = CliRunner().invoke(app if command.startswith("bench") else validate.app, arguments)

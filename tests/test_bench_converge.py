@@ -21,7 +21,7 @@ from gradwire.bench.tasks import TASKS, Digits, Text
 from gradwire.cli.app import app
 
 
-def training(hook, implementation, seconds, is_reached=True, seed=0):
+def training(hook, implementation, seconds, is_reached=True, seed=0, optimizer="adamw"):
     """Evaluated after 5 and 10 steps."""
     curves = {
         Metric.STEPS: [5, 10],
@@ -30,11 +30,11 @@ def training(hook, implementation, seconds, is_reached=True, seed=0):
         Metric.ACCURACY: [90.0, 98.0 if is_reached else 97.0],
     }
     metrics = {metric: {"p50": curve[-1] if is_reached else None, "series": curve} for metric, curve in curves.items()}
-    return records_of("converge", {"hook": hook, "seed": seed}, implementation, 2, metrics)
+    return records_of("converge", {"optimizer": optimizer, "hook": hook, "seed": seed}, implementation, 2, metrics)
 
 
-def trainings(*arguments, seconds):
-    return [r for seed, duration in enumerate(seconds) for r in training(*arguments, duration, seed=seed)]
+def trainings(*arguments, seconds, **options):
+    return [r for seed, duration in enumerate(seconds) for r in training(*arguments, duration, seed=seed, **options)]
 
 
 NONE = trainings("none", PYTORCH, seconds=(10.0, 30.0, 12.0))
@@ -77,6 +77,21 @@ def test_table_has_medians_ranges_and_speed_ups(records):
     ]
 
 
+def test_table_of_several_optimizers_has_steps_with_each(records):
+    with_muon = [
+        *trainings("none", PYTORCH, seconds=(10.0, 30.0), optimizer="muon"),
+        *training("powersgd-r4", GRADWIRE, 1.0, is_reached=False, optimizer="muon"),
+    ]
+    provenance = records[0].provenance
+    (only,) = tables([*records, *(Record(**vars(record) | {"provenance": provenance}) for record in with_muon)])
+    assert list(only.headers) == ["hook", "", "AdamW", "Muon"]
+    assert only.rows == [
+        ["no hook", PYTORCH, "10 (1.00x)", "10 (1.00x)"],
+        ["fp16", PYTORCH, "2 of 3 reach it", ""],
+        ["powersgd-r4", GRADWIRE, "10 (1.00x)", "0 of 1 reach it"],
+    ]
+
+
 def test_plot_is_drawn_with_missed_targets(tmp_path, records):
     ours = [Record(**vars(record) | {"implementation": GRADWIRE}) for record in records]
     plots.draw_converge([*records, *ours], tmp_path / "plot.png")
@@ -99,8 +114,8 @@ def test_sent_bytes_include_only_steps_and_both_barriers(world_of_one, monkeypat
     monkeypatch.setattr(dist, "barrier", lambda: sent.append(10))
     monkeypatch.setattr(namespaces, "sent_bytes", lambda: sum(sent))
     task = Quick()
-    trained = Trial(task, "none", GRADWIRE, seed=0, counts_bytes=True)
-    for step, batch in zip(range(4), task.batches(0), strict=False):
+    trained = Trial(task, "sgd", "none", GRADWIRE, seed=0, counts_bytes=True)
+    for step, batch in zip(range(4), task.batches(0, 0, 1), strict=False):
         trained.step(batch)
         sent.append(1_000_000)
         if step in (1, 3):
@@ -111,7 +126,7 @@ def test_sent_bytes_include_only_steps_and_both_barriers(world_of_one, monkeypat
 
 def test_command_over_loopback_trains_to_target(tmp_path):
     path = tmp_path / "converge.jsonl"
-    hooks = ("none", "powersgd-r4-no-feedback")
+    hooks = ("none", "powersgd-r4")
     options = ["--task", "digits", "--loopback", "--seeds", "1", "--hooks", ",".join(hooks), "--output", str(path)]
     done = CliRunner().invoke(app, ["bench", "converge", *options])
     assert done.exit_code == 0, done.output
@@ -133,24 +148,22 @@ def test_command_over_loopback_trains_to_target(tmp_path):
     assert {(r["task"], r["rate"]) for r in records} == {("digits", "loopback")}
 
 
-@pytest.fixture
-def one_rank(monkeypatch):
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
-
-
-@pytest.mark.parametrize("name", TASKS)
-def test_task_is_learned(name, one_rank):
+@pytest.mark.parametrize(("name", "optimizer"), [(name, each) for name in TASKS for each in TASKS[name].optimizers])
+def test_task_is_learned(name, optimizer):
     """A few steps halve the distance of its score to the target."""
     torch.manual_seed(0)
     task = TASKS[name]()
     model = task.make_model()
-    optimizer = task.make_optimizer(model)
+    optimizers = task.make_optimizers(model, optimizer)
+    updated = [p for each in optimizers for group in each.param_groups for p in group["params"]]
+    assert {id(p) for p in updated} == {id(p) for p in model.parameters()}
+    assert len(updated) == len(set(map(id, updated)))
     scores = [score(task, model)]
-    for _, batch in zip(range(20), task.batches(0), strict=False):
-        optimizer.zero_grad()
+    for _, batch in zip(range(20), task.batches(0, 0, 1), strict=False):
+        model.zero_grad()
         task.loss(model, batch).backward()
-        optimizer.step()
+        for each in optimizers:
+            each.step()
     scores.append(score(task, model))
     assert not task.is_reached(scores[0])
     assert abs(scores[1] - task.target) < 0.5 * abs(scores[0] - task.target)
@@ -164,18 +177,18 @@ def score(task, model):
     return found
 
 
-def test_labels_of_text_are_the_following_bytes(one_rank):
+def test_labels_of_text_are_the_following_bytes():
     task = Text()
-    inputs, labels = next(task.batches(0))
+    inputs, labels = next(task.batches(0, 0, 1))
     assert inputs.shape == labels.shape == (task.batch, task.length)
     assert torch.equal(inputs[:, 1:], labels[:, :-1])
     assert inputs.min() >= 0
 
 
-def test_prediction_of_a_byte_depends_on_earlier_bytes_only(one_rank):
+def test_prediction_of_a_byte_depends_on_earlier_bytes_only():
     task = Text()
     model = task.make_model().eval()
-    inputs, _ = next(task.batches(0))
+    inputs, _ = next(task.batches(0, 0, 1))
     changed = inputs.clone()
     changed[:, 40] = (changed[:, 40] + 1) % 256
     with torch.no_grad():
@@ -184,11 +197,7 @@ def test_prediction_of_a_byte_depends_on_earlier_bytes_only(one_rank):
     assert not torch.equal(before[:, 40:], after[:, 40:])
 
 
-def test_batches_differ_between_ranks_and_seeds(monkeypatch):
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+def test_batches_differ_between_ranks_and_seeds():
     task = Text()
-    seen = []
-    for rank in (0, 1):
-        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
-        seen += [next(task.batches(seed))[0] for seed in (0, 1)]
+    seen = [next(task.batches(seed, rank, 2))[0] for rank in (0, 1) for seed in (0, 1)]
     assert all(not torch.equal(a, b) for i, a in enumerate(seen) for b in seen[:i])

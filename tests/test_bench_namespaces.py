@@ -35,6 +35,7 @@ with socket.create_connection((sys.argv[1], 5001), timeout=240) as peer:
     peer.shutdown(socket.SHUT_WR)
     print(peer.recv(100).decode())
 """
+TELL = "print(time.perf_counter() - began)"
 # The module by itself: it needs nothing else of gradwire, and importing PyTorch takes seconds.
 ALONE = f"import sys; sys.path.insert(0, {str(Path(namespaces.__file__).parent)!r}); import namespaces; "
 LIMIT = f"{ALONE}[namespaces.limit(namespaces.Rate.parse(name)) for name in sys.argv[1:]]"
@@ -136,6 +137,31 @@ def test_hosts_reach_each_other_and_count_sent_bytes():
         counted = int(output_of(third, COUNT))
         # Headers add at most 66 bytes to a segment of 1448; acknowledgements and ARP come on top.
         assert 1_000_000 < counted < 1_100_000
+    assert namespaces_of_this_process() == []
+
+
+@needs_namespaces
+def test_packets_arrive_after_the_delay():
+    with namespaces.hosts(3, delay_ms=40) as (first, _, third):
+        output_of(first, LIMIT, "1gbit")  # its bucket holds a packet of this network
+        output_of(third, LIMIT, "1gbit")
+        with start(first, SERVE, first.address) as server:
+            assert server.stdout.readline() == "ready\n"
+            received, seconds = output_of(
+                third, f"import time; began = time.perf_counter()\n{SEND}{TELL}", first.address, "1000000"
+            ).split()
+        assert received == "1000000"
+        # A handshake, and the last byte, whose number comes back: two round trips.
+        assert float(seconds) >= 4 * 0.04
+        assert 1_000_000 < int(output_of(third, COUNT)) < 1_010_000
+    assert namespaces_of_this_process() == []
+
+
+@needs_namespaces
+def test_missing_devices_are_an_error_with_the_reason(monkeypatch):
+    monkeypatch.setattr(namespaces, "_LATE_PACKETS", Path(os.devnull))
+    with pytest.raises(NamespaceError, match="a delay needs /dev/net/tun"), namespaces.hosts(2, delay_ms=1):
+        pytest.fail("the hosts were made")
     assert namespaces_of_this_process() == []
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from typer.testing import CliRunner
 
 import gradwire
@@ -94,15 +93,13 @@ def test_demo_trains_alike_with_all_hooks(records):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_ranks_share_every_batch_and_an_epoch_has_no_image_twice(monkeypatch, ranks):
+def test_ranks_share_every_batch_and_an_epoch_has_no_image_twice(ranks):
     images, epochs, size = 1000, 3, 64 // ranks * ranks
     task = Digits()
     task.train_images = task.train_labels = torch.arange(images)
 
     def batches_of(rank, seed=5):
-        monkeypatch.setattr(dist, "get_world_size", lambda: ranks)
-        monkeypatch.setattr(dist, "get_rank", lambda: rank)
-        batches = itertools.islice(task.batches(seed), epochs * (images // size))
+        batches = itertools.islice(task.batches(seed, rank, ranks), epochs * (images // size))
         return torch.stack([labels for _, labels in batches])
 
     shares = [batches_of(rank) for rank in range(ranks)]

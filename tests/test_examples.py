@@ -36,6 +36,7 @@ def test_train_ddp_on_two_ranks_learns_with_fewer_elements_sent():
     assert float(rate) > 5
 
 
+@pytest.mark.slow
 def test_train_hsdp_on_two_replicas_of_two_shards_learns_with_fewer_bytes():
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
     output = output_of(*launcher, str(EXAMPLES / "train_hsdp.py"))
@@ -45,6 +46,7 @@ def test_train_hsdp_on_two_replicas_of_two_shards_learns_with_fewer_bytes():
     assert 6 * int(sent.replace(",", "")) < int(whole.replace(",", ""))
 
 
+@pytest.mark.slow
 def test_train_fsdp2_on_two_ranks_learns():
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     output = output_of(*launcher, str(EXAMPLES / "train_fsdp2.py"))
@@ -61,6 +63,7 @@ def test_compress_tensors_error_feedback_reduces_the_error_of_the_mean():
     assert 10 * int(sent.replace(",", "")) < int(whole.replace(",", ""))
 
 
+@pytest.mark.slow
 def test_train_int4_saved_on_two_ranks_resumes_on_three(tmp_path):
     checkpoint, losses = tmp_path / "checkpoint.pt", {}
     for ranks in ("2", "3"):

@@ -13,8 +13,12 @@ from gradwire.cli.options import finite
 
 # Options whose text holds numbers, with the unit of a value.
 WITH_UNITS = {"bandwidth": "mbit", "rate": "mbit", "rates": "mbit", "ranks": "", "sizes": ""}
-WITHOUT_NUMBERS = {"output", "hooks", "models", "model", "task", "json", "plot", "results", "plots", "seams"}
-ZERO_IS_VALID = {("demo", "seed"), ("advise", "latency"), ("advise", "price")}
+WITHOUT_NUMBERS = {
+    *("output", "hooks", "models", "model", "task", "json", "plot", "results", "plots", "seams", "optimizers")
+}
+ZERO_IS_VALID = {("demo", "seed"), ("advise", "latency"), ("advise", "price")} | {
+    (command, "delay") for command in ("demo", "network", "converge")
+}
 VALUES = ("nan", "inf", "-1", "0", str(10**21))
 # What a command needs to come to its numbers.
 NEEDED = {"advise": ["tiny-layers", "--bandwidth", "100mbit", "--world-size", "4"]}

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from gradwire.bench.record import Measured
+from gradwire.bench.tasks import Digits
 from gradwire.kernels import WIRE_FORMATS
-from tools import rounding
+from tools import recorded_gradients, rounding
 from tools.rounding import RING, TWO_SHOT, TWO_SHOTS, all_reduces, check, ring_mean, tables
 
 
@@ -15,11 +16,13 @@ def small(monkeypatch):
     monkeypatch.setattr(rounding, "SEEDS", 2)
     monkeypatch.setattr(rounding, "STEPS", 2)
     monkeypatch.setattr(rounding, "WORLD_SIZES", (2, 4))
+    monkeypatch.setattr(recorded_gradients, "STEPS", (1, 3))
+    monkeypatch.setattr(recorded_gradients, "TRAININGS", [("digits", "sgd"), ("text", "muon")])
 
 
 def test_ring_rounds_every_partial_sum_in_ring_order():
     # In fp16, 2048 + 1 rounds to 2048. Chunk 0 is added in the order 1, 2, 0, chunk 1 in the order 2, 0, 1, and so on.
-    ranks = [torch.full((3,), 3.0 * value) for value in (2048, 1, 1)]
+    ranks = [[torch.full((3,), 3.0 * value)] for value in (2048, 1, 1)]
     assert ring_mean(ranks, WIRE_FORMATS["fp16"]).tolist() == [2050, 2048, 2048]
     assert ring_mean(ranks, WIRE_FORMATS["fp32"]).tolist() == [2050] * 3
 
@@ -27,7 +30,7 @@ def test_ring_rounds_every_partial_sum_in_ring_order():
 @pytest.mark.parametrize("exchange", all_reduces(), ids=lambda e: f"{e.wire.name}-{e.implementation[:4].strip()}")
 def test_equal_gradients_on_the_grid_pass_and_wrong_sums_fail_the_check(exchange):
     check(exchange, 4)
-    wrong = exchange._replace(start=lambda *_: sum)
+    wrong = exchange._replace(start=lambda *_: lambda ranks: sum(own for (own,) in ranks))
     with pytest.raises(RuntimeError, match="The mean of 4 equal gradients is wrong"):
         check(wrong, 4)
 
@@ -55,8 +58,34 @@ def test_error_feedback_makes_up_for_single_steps(name):
 
 def test_table_has_a_row_per_all_reduce(facts):
     records = Measured(*rounding.measure()).with_provenance(facts)
-    (table,) = tables(records)
+    table, of_gradients = tables(records)
     columns = ["bits per element", "2 ranks", "4 ranks", "8 ranks, 2 steps"]
     assert table.headers == ["wire", "all-reduce", *columns]
     assert [tuple(row[:2]) for row in table.rows] == [(e.wire.name, e.implementation) for e in all_reduces()]
     assert [row[2] for row in table.rows if row[0] in ("int4", "fp32")] == ["32", "4.25"]
+    assert of_gradients.headers == ["gradients", *TWO_SHOTS]
+    names = ["normal", "digits, SGD, step 1", "digits, SGD, step 3", "text, Muon, step 1", "text, Muon, step 3"]
+    assert [row[0] for row in of_gradients.rows] == names
+
+
+def test_recorded_gradients_are_those_of_each_rank_at_the_weights_of_the_step():
+    (_, first), (_, later) = recorded_gradients.recorded("digits", "sgd")
+    assert len(first) == recorded_gradients.RANKS
+    torch.manual_seed(0)
+    task = Digits()
+    model = task.make_model()
+    for rank, gradients in enumerate(reversed(first)):
+        model.zero_grad()
+        task.loss(model, next(task.batches(0, rank, recorded_gradients.RANKS))).backward()
+        matrices = [parameter.grad for parameter in model.parameters() if parameter.ndim > 1]
+        torch.testing.assert_close(gradients, matrices)
+    assert not torch.equal(first[-1][0], later[-1][0])
+
+
+def test_vnmse_is_the_squared_relative_error():
+    (simulated,) = (e for e in all_reduces() if (e.wire.name, e.implementation) == ("int4", TWO_SHOT))
+    gradients = [[torch.randn(40, 50)], [torch.randn(40, 50)]]
+    mean = (gradients[0][0] + gradients[1][0]).double().flatten() / 2
+    shifted = simulated._replace(start=lambda *_: lambda ranks: 1.1 * mean)
+    assert rounding.vnmse(shifted, gradients) == pytest.approx(0.01)
+    assert 1e-3 < rounding.vnmse(simulated, gradients) < 0.1

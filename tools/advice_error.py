@@ -24,6 +24,7 @@ from gradwire.bench.tables import (
     Table,
     count,
     find,
+    format_link,
     format_number,
     format_rate,
     groups_of,
@@ -47,10 +48,10 @@ _WARM_UP = 5
 
 
 def measure(
-    models: Sequence[str], rates: Sequence[Rate], hooks: Sequence[str], rounds: int, hosts: int = 2
+    models: Sequence[str], rates: Sequence[Rate], hooks: Sequence[str], rounds: int, delay_ms: float, hosts: int = 2
 ) -> Measured:
     """Predicted and measured step times of each hook, at each rate of the link."""
-    return measure_on_links(__name__, models, rates, hosts, {"hooks": list(hooks), "rounds": rounds})
+    return measure_on_links(__name__, models, rates, hosts, {"hooks": list(hooks), "rounds": rounds}, delay_ms)
 
 
 def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
@@ -119,7 +120,7 @@ def _advice_table(records: Sequence[Record]) -> Table:
     return pivot(
         f"Advice and its accuracy, {count(settings['hosts'], 'host')}",
         records,
-        {"model": lambda record: str(record["model"]), "link": lambda record: format_rate(record["rate"])},
+        {"model": lambda record: str(record["model"]), "link": lambda record: format_link(record["rate"], settings)},
         columns,
         [
             f"step: forward and backward on the slowest rank, median of {STEPS_IN_A_ROW * settings['rounds']} steps",

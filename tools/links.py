@@ -20,11 +20,17 @@ from gradwire.planner.jobs import Job
 
 
 def measure_on_links(
-    module: str, models: Sequence[str], rates: Sequence[Rate], hosts: int, settings: dict[str, Any]
+    module: str,
+    models: Sequence[str],
+    rates: Sequence[Rate],
+    hosts: int,
+    settings: dict[str, Any],
+    delay_ms: float = 0.0,
 ) -> Measured:
     """Run ``main`` of a module for each model, with a rank on each host; it sets the rates of the link."""
-    settings = settings | {"rates": [rate.name for rate in rates], "hosts": hosts, "threads": 1}
-    with places_of(hosts, is_local=list(rates) == [LOOPBACK]) as places:
+    settings = settings | {"rates": [rate.name for rate in rates], "hosts": hosts, "delay_ms": delay_ms}
+    settings["threads"] = 1
+    with places_of(hosts, is_local=list(rates) == [LOOPBACK], delay_ms=delay_ms) as places:
         records = [r for model in models for r in launch.run(module, settings | {"model": model}, places)]
     return Measured(settings | {"models": list(models)}, records)
 

@@ -67,7 +67,7 @@ def write_pages(root: Path) -> list[Path]:
     folder = root / PLOTS
     folder.mkdir(parents=True, exist_ok=True)
     for name, records in results.items():
-        if records[0].bench in DRAWINGS:
+        if records[0].bench in DRAWINGS and any(f"plots/{name}.png" in text for text in pages.values()):
             DRAWINGS[records[0].bench](records, folder / f"{name}.png")
             written.append(folder / f"{name}.png")
     return written

@@ -3,11 +3,12 @@
 All ranks are simulated in one process, with the kernels of the hooks. A ring all-reduce adds in the wire's dtype, so an
 element is rounded once for each rank on its way around the ring. A two-shot all-reduce rounds once before the exchange
 and once after it, and adds in fp32 in between. Over several steps, its error memories make up for these roundings.
+Gradients are normal numbers, and for the quantized formats also those of real trainings.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from statistics import quantiles
 from typing import Any, NamedTuple
@@ -19,10 +20,13 @@ from torch import Tensor
 from gradwire import kernels
 from gradwire.bench.record import Measured, Record, records_of, unique
 from gradwire.bench.tables import Cell, Group, Table, count, median_of, pivot, value
+from gradwire.bench.tasks import OPTIMIZERS
+from tools import recorded_gradients
 
 BITS = "bits per element"
 RELATIVE_ERROR = "relative error"
 RELATIVE_ERROR_OF_STEPS = "relative error of several steps"
+VNMSE = "vNMSE"
 RING = "ring, sum in wire dtype"
 TWO_SHOT = "two-shot, sum in fp32"
 RINGS = ("fp32", "fp16", "bf16")
@@ -33,7 +37,8 @@ BLOCK_SIZE = 64
 SEEDS = 5
 STEPS, STEPS_WORLD_SIZE = 16, 8  # for error feedback
 
-Mean = Callable[[Sequence[Tensor]], Tensor]  # takes a gradient per rank, all of one shape, and returns their mean
+Gradients = Sequence[Tensor]  # of one rank: a tensor per parameter
+Mean = Callable[[Sequence[Gradients]], Tensor]  # takes the gradients of every rank and returns their mean as a vector
 
 
 class SimulatedAllReduce(NamedTuple):
@@ -41,64 +46,69 @@ class SimulatedAllReduce(NamedTuple):
 
     wire: kernels.WireFormat
     implementation: str  # `RING` or `TWO_SHOT`
-    # (wire, world size) -> function of a step, with empty error memories before the first step
-    start: Callable[[kernels.WireFormat, int], Mean]
+    # (wire, world size, shapes) -> function of a step, with empty error memories before the first step
+    start: Callable[[kernels.WireFormat, int, Sequence[torch.Size]], Mean]
 
 
-def ring_mean(gradients: Sequence[Tensor], wire: kernels.WireFormat) -> Tensor:
+def vector_of(gradients: Gradients) -> Tensor:
+    """All gradients one after another."""
+    return torch.cat([gradient.flatten() for gradient in gradients])
+
+
+def ring_mean(gradients: Sequence[Gradients], wire: kernels.WireFormat) -> Tensor:
     """The mean that a ring all-reduce in a format without scales computes.
 
     The gradients are divided by the number of ranks before the cast, as gradwire's hooks divide them. Chunk c of n
     travels from rank c + 1 around the ring to rank c.
     """
     n = len(gradients)
-    chunks = [(gradient * (1 / n)).to(wire.dtype).tensor_split(n) for gradient in gradients]
+    chunks = [(vector_of(own) * (1 / n)).to(wire.dtype).tensor_split(n) for own in gradients]
     sums = []
     for c in range(n):
         total = chunks[(c + 1) % n][c]
         for hop in range(2, n + 1):
             total = total + chunks[(c + hop) % n][c]
         sums.append(total)
-    return torch.cat(sums).to(gradients[0].dtype)
+    return torch.cat(sums).to(gradients[0][0].dtype)
 
 
 class TwoShot:
     """Steps of a two-shot all-reduce with error feedback, with the kernels of the quantization hooks."""
 
-    def __init__(self, wire: kernels.WireFormat, world_size: int) -> None:
-        table = kernels.BlockTable([torch.empty(NUMEL)], BLOCK_SIZE, keys=[0])
+    def __init__(self, wire: kernels.WireFormat, world_size: int, shapes: Sequence[torch.Size]) -> None:
+        table = kernels.BlockTable([torch.empty(shape) for shape in shapes], BLOCK_SIZE, keys=range(len(shapes)))
         self._layout = kernels.MessageLayout([(wire, table)], world_size)
         (self._section,) = self._layout.sections
         self._errors, self._pending = torch.zeros(2, world_size, table.numel + self._layout.shard_numel(self._section))
 
-    def mean(self, gradients: Sequence[Tensor]) -> Tensor:
+    def mean(self, gradients: Sequence[Gradients]) -> Tensor:
         """The mean that every rank computes in one step."""
         n, layout, section = len(gradients), self._layout, self._section
         first_shot, second_shot = slice(section.table.numel), slice(section.table.numel, None)
         messages = torch.zeros(n, *layout.message_shape, dtype=torch.uint8)
-        for rank, gradient in enumerate(gradients):
+        for rank, own in enumerate(gradients):
             errors, pending = self._errors[rank, first_shot], self._pending[rank, first_shot]
-            kernels.quantize([gradient], section, messages[rank], scale=1 / n, errors=errors, pending=pending)
+            kernels.quantize(own, section, messages[rank], scale=1 / n, errors=errors, pending=pending)
         gathered = torch.zeros(layout.message_shape, dtype=torch.uint8)
         for rank in range(n):
             errors, pending = self._errors[rank, second_shot], self._pending[rank, second_shot]
             received, result = messages[:, :, rank].transpose(0, 1).contiguous(), gathered[:, rank].clone()
             kernels.reduce_quantized(received, section, result, rank=rank, errors=errors, pending=pending)
             gathered[:, rank] = result
-        mean = torch.empty_like(gradients[0])
-        kernels.dequantize(gathered, section, [mean])
+        means = [torch.empty_like(gradient) for gradient in gradients[0]]
+        kernels.dequantize(gathered, section, means)
         kernels.commit_errors(gathered, self._pending.flatten(), self._errors.flatten())
-        return mean
+        return vector_of(means)
 
 
 def all_reduces() -> list[SimulatedAllReduce]:
     """Ring and two-shot all-reduces in every wire format."""
 
-    def ring(wire: kernels.WireFormat, _: int) -> Mean:
+    def ring(wire: kernels.WireFormat, world_size: int, shapes: Sequence[torch.Size]) -> Mean:
         return partial(ring_mean, wire=wire)
 
-    def two_shot(wire: kernels.WireFormat, world_size: int) -> Mean:
-        return TwoShot(wire, world_size).mean
+    def two_shot(wire: kernels.WireFormat, world_size: int, shapes: Sequence[torch.Size]) -> Mean:
+        return TwoShot(wire, world_size, shapes).mean
 
     sets = ((RINGS, RING, ring), (TWO_SHOTS, TWO_SHOT, two_shot))
     return [SimulatedAllReduce(kernels.WIRE_FORMATS[name], by, start) for names, by, start in sets for name in names]
@@ -114,7 +124,7 @@ def check(simulated: SimulatedAllReduce, world_size: int) -> None:
     if simulated.wire.mean_multiple:
         gradient[torch.arange(NUMEL) % 4 > 0] /= simulated.wire.levels  # the mean of 3, 1, 1 and 1 is 3/2
         tolerance = 2.0**-6
-    mean = simulated.start(simulated.wire, world_size)([gradient] * world_size)
+    mean = simulated.start(simulated.wire, world_size, [gradient.shape])([[gradient]] * world_size)
     if not torch.allclose(mean, gradient, rtol=tolerance, atol=0):
         raise RuntimeError(
             f"The mean of {world_size} equal gradients is wrong: {simulated.wire.name}, {simulated.implementation}. "
@@ -124,13 +134,36 @@ def check(simulated: SimulatedAllReduce, world_size: int) -> None:
 
 def relative_error(simulated: SimulatedAllReduce, world_size: int, steps: int, seed: int) -> float:
     """The norm of the error of the mean of normal gradients over ranks and steps, relative to their mean in fp64."""
-    generator, mean_of = torch.Generator().manual_seed(seed), simulated.start(simulated.wire, world_size)
+    generator = torch.Generator().manual_seed(seed)
+    mean_of = simulated.start(simulated.wire, world_size, [torch.Size([NUMEL])])
     actual, expected = torch.zeros(2, NUMEL, dtype=torch.float64)
     for _ in range(steps):
         gradients = [torch.randn(NUMEL, generator=generator) for _ in range(world_size)]
-        actual += mean_of(gradients)
+        actual += mean_of([[gradient] for gradient in gradients])
         expected += torch.stack(gradients).double().mean(0)
     return float((actual - expected).norm() / expected.norm())
+
+
+def vnmse(simulated: SimulatedAllReduce, gradients: Sequence[Gradients]) -> float:
+    """The squared norm of the error of a mean in one step, relative to that of the mean in fp64."""
+    mean = simulated.start(simulated.wire, len(gradients), [each.shape for each in gradients[0]])(gradients)
+    expected = torch.stack([vector_of(own) for own in gradients]).double().mean(0)
+    return float((mean - expected).square().sum() / expected.square().sum())
+
+
+def vnmse_records() -> Iterator[Record]:
+    """The vNMSE of every quantized all-reduce, of normal and of recorded gradients."""
+    quantized = [simulated for simulated in all_reduces() if simulated.implementation == TWO_SHOT]
+
+    def of(name: str, gradients: Sequence[Gradients]) -> Iterator[Record]:
+        for simulated in quantized:
+            case, error = {"wire": simulated.wire.name, "gradients": name}, vnmse(simulated, gradients)
+            yield from records_of("rounding", case, TWO_SHOT, len(gradients), {VNMSE: float(f"{error:.4g}")})
+
+    yield from of("normal", [[torch.randn(NUMEL)] for _ in range(recorded_gradients.RANKS)])
+    for task, optimizer in track(recorded_gradients.TRAININGS, description="recorded gradients"):
+        for step, gradients in recorded_gradients.recorded(task, optimizer):
+            yield from of(f"{task}, {OPTIMIZERS[optimizer]}, step {step:,}", gradients)
 
 
 def measure() -> Measured:
@@ -151,12 +184,15 @@ def measure() -> Measured:
             add(world_size, RELATIVE_ERROR, {"p20": p20, "p50": p50, "p80": p80})
         error = relative_error(simulated, STEPS_WORLD_SIZE, STEPS, seed=0)
         add(STEPS_WORLD_SIZE, RELATIVE_ERROR_OF_STEPS, float(f"{error:.4g}"))
+    records += vnmse_records()
     return Measured({"numel": NUMEL, "block_size": BLOCK_SIZE, "seeds": SEEDS, "steps": STEPS}, records)
 
 
 def tables(records: Sequence[Record]) -> list[Table]:
-    """One table: a row per exchange, a column per world size."""
+    """Relative errors: a row per exchange, a column per world size; vNMSE: a row per gradients, a column per wire."""
     facts = records[0].provenance["settings"]
+    of_gradients = [record for record in records if record.metric == VNMSE]
+    records = [record for record in records if record.metric != VNMSE]
     names = {"wire": lambda record: record["wire"], "all-reduce": lambda record: record.implementation}
     metrics = (RELATIVE_ERROR, RELATIVE_ERROR_OF_STEPS)
     sizes = {metric: unique(record.ranks for record in records if record.metric == metric) for metric in metrics}
@@ -176,7 +212,27 @@ def tables(records: Sequence[Record]) -> list[Table]:
         f"{facts['steps']} steps: error of the mean over these steps, each with new gradients; with error "
         "feedback if two-shot",
     )
-    return [pivot("relative error of the mean gradient", records, names, columns, notes)]
+    relative_errors = pivot("relative error of the mean gradient", records, names, columns, notes)
+    return [relative_errors, *([_vnmse_table(of_gradients)] if of_gradients else [])]
+
+
+def _vnmse_table(records: Sequence[Record]) -> Table:
+    def error_in(wire: str) -> Cell:
+        def cell(group: Group) -> str:
+            found = median_of([record for record in group if record["wire"] == wire], VNMSE)
+            return "" if found is None else f"{found:.1e}"
+
+        return cell
+
+    names = {"gradients": lambda record: str(record["gradients"])}
+    columns = [(wire, error_in(wire)) for wire in unique(record["wire"] for record in records)]
+    notes = [
+        f"vNMSE: squared norm of the error, divided by that of the mean of {count(records[0].ranks, 'rank')} in fp64; "
+        "two-shot, one step",
+        "digits and text: gradients of all matrices and convolution kernels of the models of `gradwire bench "
+        "converge`, in a training of one rank",
+    ]
+    return pivot("vNMSE of the mean gradient", records, names, columns, notes)
 
 
 def _error(metric: str, world_size: int) -> Cell:

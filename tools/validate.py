@@ -8,6 +8,7 @@ import typer
 from gradwire.bench.models import JOBS
 from gradwire.cli.command_runs import run
 from gradwire.cli.options import (
+    DelayOption,
     HooksOption,
     LoopbackOption,
     ModelsOption,
@@ -29,7 +30,7 @@ app = typer.Typer(help="Validate gradwire's predictions, choices and wire format
 def validate_rounding(output: OutputOption = None) -> None:
     """Measure the rounding error of the mean gradient, for each wire format and for sums in 16 bits and in fp32.
 
-    Simulates the ranks in one process. Takes half a minute.
+    Simulates the ranks in one process. Takes four minutes.
     """
     run(f"{PROGRAM} rounding", rounding.measure, rounding.tables, output, program=PROGRAM)
 
@@ -41,6 +42,7 @@ def validate_advise(
     rates: RatesOption = ", ".join(advice_error.DEFAULT_RATES),
     rounds: Annotated[int, number("Timed rounds of a few steps, per hook and rate.")] = 1,
     hooks: HooksOption = ", ".join(advice_error.DEFAULT_HOOKS),
+    delay: DelayOption = 0.0,
     loopback: LoopbackOption = False,
     output: OutputOption = None,
 ) -> None:
@@ -50,9 +52,9 @@ def validate_advise(
     Takes ten minutes.
     """
     if loopback:
-        refuse_beside(context, "--loopback", "rates")
+        refuse_beside(context, "--loopback", "rates", "delay")
     names, chosen = parse_hooks(hooks, advice_error.DEFAULT_HOOKS), parse_choices(models, JOBS, "--models")
-    measure = partial(advice_error.measure, chosen, parse_links(rates, loopback), names, rounds)
+    measure = partial(advice_error.measure, chosen, parse_links(rates, loopback), names, rounds, delay)
     run(f"{PROGRAM} advise", measure, advice_error.tables, output, is_networked=not loopback, program=PROGRAM)
 
 

@@ -97,8 +97,8 @@ def reducer_bench(defect, implementation):
 def converge_bench(defect, implementation):
     task = TASKS["digits"]()
     with mock.patch.dict(TRAINED_HOOKS, fp16=entry(defect, implementation)):
-        training = converge.Trial(task, "fp16", implementation, seed=0, counts_bytes=False)
-    for _, batch in zip(range(2), task.batches(0), strict=False):
+        training = converge.Trial(task, "sgd", "fp16", implementation, seed=0, counts_bytes=False)
+    for _, batch in zip(range(2), task.batches(0, dist.get_rank(), dist.get_world_size()), strict=False):
         training.step(batch)
     training.is_over()
     return refusal(training.records)

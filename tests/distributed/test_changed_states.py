@@ -111,7 +111,7 @@ ON_ONE_RANK = CHANGES | {
     "load of powersgd": (power_sgd, load),
     "load of scaled": (CHANGES["scaling"][0], load),
 }
-QUICK = ("wire", "iter of auto", "load of scaled")
+QUICK = ("wire", "load of scaled")
 
 
 @pytest.mark.parametrize(  # a rank waits for half the timeout

@@ -151,7 +151,7 @@ def test_right_compressor_passes():
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_planted_defect_is_named(monkeypatch, defect):
     make_state, hook, law = DEFECTS[defect]
-    monkeypatch.setattr(_check, "RUNS_TO_SHRINK", 3)
+    monkeypatch.setattr(_check, "RUNS_TO_SHRINK", 1)
     limit = 5 if defect == "hang" else 60
     with pytest.raises(LawViolation) as violation:
         check_laws(make_state, hook, world_sizes=(2,), time_limit=limit)

@@ -41,8 +41,8 @@ FUNCTIONS = {"flatten": flatten, "unflatten": unflatten, "update_scale": update_
 
 # Gradient dtype and wire dtype.
 PAIRS = [(gradient, wire) for gradient in REALS for wire in (FP32, FP16, BF16)] + [(FP64, FP64)]
-# For the targets other than sm_90: narrower and equal widths.
-REPRESENTATIVE = [(FP32, FP16), (BF16, BF16)]
+# For the targets other than sm_90.
+REPRESENTATIVE = [(FP32, FP16)]
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ def run(case, in_place, cuda_graphs):
     return seen, [tensor for tensors in bucket.memory.values() for tensor in tensors.values()]
 
 
-@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("in_place", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", CASES)
 def test_replays_give_the_bits_of_eager_steps(monkeypatch, case, in_place):
     monkeypatch.setattr(graphs, "WARM_UP_STEPS", 1)

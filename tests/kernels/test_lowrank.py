@@ -139,7 +139,7 @@ def test_products_write_zeros_between_factors(dtype, wire, device):
     assert_gaps_zero(check_backproject(filled, 1.0), filled.table.q, "Q")
 
 
-@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("in_place", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", GRADIENTS, ids=name)
 def test_fused_launches_give_the_bits_of_separate_functions(dtype, in_place, device):
     places = (Place(5, 700, 2), Place(3, 3, 1), Place(33, 17, 3))

@@ -77,7 +77,7 @@ def test_two_ranks_measure_the_network_and_advise(folder):
 @pytest.mark.parametrize(
     ("job", "ranks", "message"),
     [
-        ("frozen", 2, "No parameter of the model requires a gradient"),
+        pytest.param("frozen", 2, "No parameter of the model requires a gradient", marks=pytest.mark.slow),
         ("fails_on_rank_1", 2, "loss(model) raised RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
         ("job", 1, "The world size is 1"),
     ],
