@@ -81,11 +81,11 @@ conformance: install
 
 # Tests, sanitizer and benchmarks on this machine's GPU. An interrupted run resumes where it stopped.
 gpu: install
-	$(BIN)/python -m gradwire.bench.gpu smoke ranks sanitize bench --output build/gpu_lane.jsonl
+	$(BIN)/python -m gradwire.bench.gpu first smoke ranks sanitize bench --output build/gpu_lane.jsonl
 
 # The cases of `make gpu`, run on the CPU.
 gpu-rehearsal: install
-	PYTHONSAFEPATH= $(BIN)/python -m tests.support.rehearse smoke ranks sanitize bench --output build/gpu_rehearsal.jsonl
+	PYTHONSAFEPATH= $(BIN)/python -m tests.support.rehearse first smoke ranks sanitize bench --output build/gpu_rehearsal.jsonl
 
 # Trains over a link of 100 Mb/s as root on Linux, else over loopback.
 demo: .venv/.demo

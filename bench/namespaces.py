@@ -27,7 +27,7 @@ if _HAS_PYROUTE2:
 
 INTERFACE = "eth0"
 _LATE_PACKETS = Path(__file__).with_name("late_packets.py")
-_LATE_MTU = 60_000  # its MTU
+_LATE_MTU = 60_000  # large packets keep the share of that program small
 _NETWORK = ipaddress.ip_network("10.77.0.0/24")  # seen in the namespaces only
 _PREFIX = "gradwire-"
 _QUEUE_MS = 50
@@ -126,7 +126,8 @@ def _join_by_bridge(made: Sequence[Host], bridge: "NetNS") -> None:
 
 def _join_by_late_packets(made: Sequence[Host], delay_ms: float, stack: ExitStack) -> None:
     """Give every host an interface whose packets a process delivers late, until ``stack`` ends it."""
-    command = [sys.executable, str(_LATE_PACKETS), str(delay_ms), *(f"{host.name}={host.address}" for host in made)]
+    devices = [f"{host.name}={host.address}" for host in made]
+    command = [sys.executable, str(_LATE_PACKETS), str(delay_ms), INTERFACE, *devices]
     process = stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
     stack.callback(process.kill)
     assert process.stdout is not None

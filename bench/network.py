@@ -36,7 +36,10 @@ from gradwire.bench.tables import Table, count, format_link, format_number, grou
 from gradwire.planner.hook_registry import label
 
 REFERENCE = "noop"
-DEFAULT_HOOKS = ("noop", "none", "fp16", "bf16", "int8", "int4", "int2", "powersgd-r1", "powersgd-r4", "powersgd-r16")
+DEFAULT_HOOKS = (
+    *("noop", "none", "fp16", "bf16", "int8", "int4", "int2"),
+    *("powersgd-r1", "powersgd-r4", "powersgd-r16", "powersgd-r8-int8", "powersgd-r16-int8"),
+)
 DEFAULT_RATES = ("100mbit", "1gbit", "unlimited")
 LOOPBACK = Rate("loopback", None)
 _PROBE_BYTES = 8_000_000

@@ -193,9 +193,9 @@ def format_rate(name: str) -> str:
 
 
 def format_link(name: str, settings: Mapping[str, Any]) -> str:
-    """Format a link rate, and the delay of the settings if there is one: 100 Mb/s, 20 ms."""
+    """Format a link rate, and the delay of the settings if there is one: 100 Mb/s, 20 ms each way."""
     delay = settings.get("delay_ms")  # none in results of earlier versions
-    return f"{format_rate(name)}, {delay:g} ms" if delay else format_rate(name)
+    return f"{format_rate(name)}, {delay:g} ms each way" if delay else format_rate(name)
 
 
 def count(number: int, noun: str) -> str:

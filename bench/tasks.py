@@ -175,9 +175,11 @@ class Text(Task):
         """Muon updates the matrices of the layers, and AdamW the other parameters beside it."""
         if name == "sgd":
             return [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)]
-        named = list(model.named_parameters())
-        hidden = [p for full_name, p in named if name == "muon" and ".layers." in f".{full_name}" and p.ndim == 2]
-        others = [p for _, p in named if not any(p is matrix for matrix in hidden)]
+        hidden: list[Tensor] = []
+        others: list[Tensor] = []
+        for full_name, parameter in model.named_parameters():
+            is_hidden = name == "muon" and "layers." in full_name and parameter.ndim == 2
+            (hidden if is_hidden else others).append(parameter)
         adamw = torch.optim.AdamW(others, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
         # Its updates have the root mean square of AdamW's, so both take one learning rate.
         muon = [torch.optim.Muon(hidden, lr=1e-3, adjust_lr_fn="match_rms_adamw")] if hidden else []

@@ -31,7 +31,7 @@ FORGOTTEN_AWAIT = (
     "{task}: {n} collectives of the transport were created but not awaited, so they never ran. Write `await` before "
     "each of them: await step.transport.all_reduce(tensor)."
 )
-MIN_CELL_BYTES = 1 << 16  # at 1 Gb/s, gloo's announcements of smaller cells take longer than their data
+MAX_CELL_BYTES = 1 << 16  # at 1 Gb/s, gloo's announcements take longer than the data of cells below half of this
 
 
 class Collective(ABC):
@@ -411,7 +411,7 @@ class PartialTransport(Transport):
 
 def pieces_on_gloo(nbytes: int, world_size: int) -> int:
     """Number of pieces into which gloo's messages are cut; see `Transport.pieces`."""
-    return 1 if world_size == 1 else max(1, min(MAX_PIECES, nbytes // (world_size * MIN_CELL_BYTES)))
+    return 1 if world_size == 1 else max(1, min(MAX_PIECES, -(-nbytes // (world_size * MAX_CELL_BYTES))))
 
 
 def run_algorithm(algorithm: Algorithm[T], transport: Transport) -> T:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import gradwire
-from gradwire.bench.gpu import lane, worker
+from gradwire.bench.gpu import first, lane, worker
 from gradwire.bench.gpu.hook_checks import CAPTURED, HOOKS
 from gradwire.hooks.quantization_hooks import QuantizationState
 from gradwire.kernels import WIRE_FORMATS
@@ -65,7 +65,7 @@ def run_bare(tmp_path):
 
 def test_lane_starts_with_nothing_but_torch_and_triton(run_bare):
     printed = run_bare(("torch", "triton"), "-m", "gradwire.bench.gpu", "--help")
-    assert "smoke, ranks, sanitize, bench" in printed
+    assert "first, smoke, ranks, sanitize, bench" in printed
 
 
 def test_measurements_need_nothing_but_torch_and_triton(run_bare, tmp_path):
@@ -186,6 +186,69 @@ def test_stage_stops_in_time_and_the_next_run_goes_on(capsys, tmp_path, monkeypa
     assert lane.main(arguments, enter) == 0
     assert len(ran) == 3
     assert "copy: 2.0 GB/s" in capsys.readouterr().out, "measured by the first run"
+
+
+def outcomes_of(monkeypatch, *outcomes):
+    """Let cases end like this, one after another; returns the list of those still to come."""
+    coming = list(outcomes)
+    monkeypatch.setattr(worker.Crew, "run", lambda crew, case, limit: coming.pop(0))
+    return coming
+
+
+PASSED = worker.Outcome("passed", 1.0, "")
+
+
+def failure(line):
+    """A failure of two ranks, the first of them at this line."""
+    traceback = f'Traceback (most recent call last):\n  File "kernels.py", line {line}, in flatten\n    x\nKeyError: 1'
+    output = '--- output of rank 0:\n  File "other.py", line 1, in f'
+    return worker.Outcome("failed", 1.0, f"The case failed after 1.0 s.\n--- rank 0 failed {traceback}\n{output}")
+
+
+def test_first_stage_ends_with_a_verdict(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(lane, "_source", lambda _: "this code")
+    cases = len(first.FIRST) + len(first.FIRST_RANKS)
+    assert cases == 25
+    outcomes_of(monkeypatch, *[PASSED] * (len(first.PREFLIGHT) + cases))
+    assert lane.main(["first", "--output", str(tmp_path / "passing.jsonl")], enter) == 0
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[-1] == "PASS 25/25"
+    assert "Preflight: ready; driver, C compiler, Python.h, kernel launch, NCCL all-reduce" in printed
+    outcomes_of(monkeypatch, *[PASSED] * (len(first.PREFLIGHT) + 4), failure(7), *[PASSED] * (cases - 5))
+    assert lane.main(["first", "--output", str(tmp_path / "failing.jsonl")], enter) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "FAIL 24/25"
+
+
+def test_machine_that_is_not_ready_runs_no_case(capsys, tmp_path, monkeypatch):
+    coming = outcomes_of(monkeypatch, PASSED, failure(1), *[PASSED] * 40)
+    assert lane.main(["first", "--output", str(tmp_path / "records.jsonl")], enter) == 1
+    *_, sentence, verdict = capsys.readouterr().out.splitlines()
+    assert sentence == "Preflight: not ready, because of C compiler; the reasons are above."
+    assert verdict == "FAIL 0/25"
+    assert len(coming) == 42 - len(first.PREFLIGHT)
+
+
+def test_stage_stops_after_three_failures_with_one_traceback(capsys, tmp_path, monkeypatch):
+    coming = outcomes_of(monkeypatch, failure(1), failure(2), PASSED, failure(1), failure(1), *[PASSED] * 40)
+    only = "--only=equal bits on both DDPs"
+    assert lane.main(["ranks", only, "--output", str(tmp_path / "records.jsonl")], enter) == 1
+    assert "3 failures are the same" in capsys.readouterr().out
+    assert len(coming) == 40
+
+
+@pytest.mark.usefixtures("spawned_ranks_import_tests")
+def test_preflight_passes_here(tmp_path):
+    assert lane.run_stage("preflight", rehearse=enter, output=tmp_path / "records.jsonl") == []
+
+
+def test_preflight_names_what_is_missing(monkeypatch, tmp_path):
+    cpu = torch.device("cpu")
+    monkeypatch.setenv("CC", "no-such-compiler")
+    with pytest.raises(AssertionError, match=r"no no-such-compiler on the path\. Install gcc, or set CC"):
+        first.c_compiler(cpu)
+    monkeypatch.setattr(first.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    with pytest.raises(AssertionError, match="Install the headers of this Python"):
+        first.python_headers(cpu)
 
 
 def test_failed_case_is_recorded_and_sets_exit_status(capsys, tmp_path, monkeypatch):

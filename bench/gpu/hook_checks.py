@@ -15,6 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_h
 from gradwire.bench.emulated import emulated_link, wire_seconds
 from gradwire.bench.gpu.compare import LaneCase, Skipped, require
 from gradwire.bench.gpu.training import (
+    DropoutNet,
     HalfNet,
     Net,
     OurDDP,
@@ -92,6 +93,7 @@ GRAPHED: dict[str, tuple[dict[str, Any], type[Net | HalfNet]]] = {
     **{name: (options, Net) for name, options in POWERSGD.items()},
     "powersgd, fp16 gradients": ({}, HalfNet),
     "powersgd, cold start": ({"warm_start": False}, Net),
+    "powersgd, dropout": ({}, DropoutNet),
 }
 
 
@@ -268,6 +270,49 @@ def powersgd_survives_a_nonfinite_gradient(device: torch.device) -> None:
     require(module.weight.grad.isfinite().all(), "the next gradient is not finite")
 
 
+def gradscaler_skips_the_step_of_an_overflow(device: torch.device) -> None:
+    """An inf on one rank leaves the parameters of all as they were; the next step changes them."""
+    torch.manual_seed(0)
+    module = Net()
+    model = wrap(OurDDP, module, device)
+    register(model, *HOOKS["fp16"]())
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.01), torch.amp.GradScaler(device.type, init_scale=1024)
+
+    def step(batch: Tensor) -> list[Tensor]:
+        optimizer.zero_grad()
+        scaler.scale(model(batch).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return [parameter.detach().clone() for parameter in module.parameters()]
+
+    batch = Net.batch(torch.Generator().manual_seed(dist.get_rank())).to(device)
+    before, bad = step(batch), batch.clone()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        bad[0, 0, 0, 0] = torch.inf
+    skipped, after = step(bad), step(batch)
+    require(all(map(torch.equal, before, skipped)), "the step of the overflow changed the parameters")
+    require(scaler.get_scale() == 512, f"the scale is {scaler.get_scale()}, expected 512")
+    require(not all(map(torch.equal, skipped, after)), "the next step changed nothing")
+    require(all(parameter.isfinite().all() for parameter in after), "parameters are not finite")
+
+
+def compiled_model_has_the_gradients_of_the_model(device: torch.device) -> None:
+    """`torch.compile` of a DDP with a hook."""
+    backend = "inductor" if device.type == "cuda" else "aot_eager"
+    gradients = []
+    for is_compiled in (False, True):
+        torch.manual_seed(0)
+        model = wrap(OurDDP, Net(), device)
+        register(model, *HOOKS["fp16"]())
+        called = torch.compile(model, backend=backend) if is_compiled else model
+        for seed in range(3):
+            model.zero_grad()
+            called(Net.batch(torch.Generator().manual_seed(seed)).to(device)).square().mean().backward()
+        gradients.append([p.grad for p in model.parameters() if p.grad is not None])
+    for mine, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, other, rtol=2**-6, atol=1e-4)
+
+
 def powersgd_launches_a_dozen_kernels_for_each_bucket(device: torch.device) -> None:
     """The number of Triton kernels of a step, by the profiler."""
     if device.type != "cuda":
@@ -338,6 +383,8 @@ HOOK_CHECKS: dict[str, LaneCase] = {
             no_flat_buffer_is_allocated,
             two_collectives_of_a_bucket_stay_in_order,
             scaled_cast_keeps_tiny_gradients,
+            gradscaler_skips_the_step_of_an_overflow,
+            compiled_model_has_the_gradients_of_the_model,
             powersgd_survives_a_nonfinite_gradient,
             powersgd_launches_a_dozen_kernels_for_each_bucket,
             wrapped_hooks_of_pytorch_run,

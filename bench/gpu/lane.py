@@ -1,6 +1,8 @@
-"""``python -m gradwire.bench.gpu smoke ranks sanitize bench`` tests and times gradwire on this machine's GPU.
+"""``python -m gradwire.bench.gpu first smoke ranks sanitize bench`` tests and times gradwire on this machine's GPU.
 
 Stages, each under 9 minutes:
+    first      whether the machine has what gradwire needs, and one or two cases of every kind; under 4 minutes.
+               The last line is PASS or FAIL.
     smoke      every kernel against its reference, and every hook over NCCL with one rank.
     ranks      every hook over NCCL with two ranks that share the GPU.
     sanitize   small kernel cases under compute-sanitizer, if it is found.
@@ -8,7 +10,8 @@ Stages, each under 9 minutes:
 
 Needs only torch, triton and gradwire. Every case prints a line and appends one record to a file of JSON lines. A case
 that has passed with the same code, versions and device, according to that file, is not run again: an interrupted stage
-resumes. A stage starts no case after `STAGE_SECONDS`. The exit status is 0 if no case failed and none remains.
+resumes. A stage starts no case after `STAGE_SECONDS`, nor after three failures with the same traceback. The exit status
+is 0 if no case failed and none remains.
 """
 
 from __future__ import annotations
@@ -16,8 +19,10 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
@@ -26,6 +31,7 @@ from typing import Any
 import torch
 
 import gradwire
+from gradwire.bench.gpu import first
 from gradwire.bench.gpu.compare import LaneCase
 from gradwire.bench.gpu.hook_checks import HOOK_CHECKS
 from gradwire.bench.gpu.kernel_checks import KERNEL_CHECKS
@@ -36,7 +42,9 @@ from gradwire.bench.gpu.worker import CASE_LIMIT, Crew, Rehearse
 from gradwire.bench.record import provenance
 
 OUTPUT = Path("gpu_lane.jsonl")
-RANKS = {"smoke": 1, "ranks": 2, "sanitize": 1, "bench": 1}
+RANKS = {"preflight": 1, "first": 1, "first ranks": 2, "smoke": 1, "ranks": 2, "sanitize": 1, "bench": 1}
+STAGES = ("first", "smoke", "ranks", "sanitize", "bench")
+SAME_FAILURES = 3  # with the same traceback: the next ones would tell nothing new
 # After STAGE_SECONDS a stage starts no case; after STAGE_LIMIT it ends the one that runs.
 STAGE_SECONDS, STAGE_LIMIT = 510.0, 530.0
 # Facts that must be equal for an earlier pass to count.
@@ -44,6 +52,12 @@ IDENTITY = ("source", "gradwire", "torch", "triton", "cuda", "nccl", "gpu", "reh
 
 
 def cases_of(stage: str) -> Mapping[str, LaneCase]:
+    if stage == "preflight":
+        return first.PREFLIGHT
+    if stage == "first":
+        return first.FIRST
+    if stage == "first ranks":
+        return first.FIRST_RANKS
     if stage == "ranks":
         return HOOK_CHECKS
     if stage == "sanitize":
@@ -123,6 +137,7 @@ def run_stage(
     print(f"{label}: {len(cases)} cases, {RANKS[stage]} rank(s), {what}", flush=True)
     counts = {"passed": 0, "skipped": 0, "failed": 0, "passed before": 0}
     failed, remaining, measured = [], [], {}
+    tracebacks: Counter[tuple[str, ...]] = Counter()
     output.parent.mkdir(parents=True, exist_ok=True)
     with output.open("a") as file, Crew(RANKS[stage], rehearse) as crew:
         if file.tell() and not output.read_text().endswith("\n"):
@@ -135,7 +150,7 @@ def run_stage(
                 print(f"{place} passed before: {name}", flush=True)
                 continue
             elapsed = time.monotonic() - start
-            if elapsed > STAGE_SECONDS:
+            if elapsed > STAGE_SECONDS or SAME_FAILURES in tracebacks.values():
                 remaining.append(name)
                 continue
             outcome = crew.run(case, min(limit, STAGE_LIMIT - elapsed))
@@ -149,23 +164,45 @@ def run_stage(
             print(f"{place} {outcome.status} in {outcome.seconds:.1f} s: {name}{reason}", flush=True)
             if outcome.status == "failed":
                 failed.append(name)
+                tracebacks[traceback_of(outcome.text)] += 1
                 print(outcome.text, flush=True)
     for line in tables({name: rows for name, rows in measured.items() if rows}):
         print(f"{label}: {line}", flush=True)
     total = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
     print(f"{label}: {total}; {what}; records in {output}", flush=True)
     if remaining:
-        print(
-            f"{label}: {STAGE_SECONDS / 60:g} minutes are over, {len(remaining)} cases remain; run it again for them:"
-        )
+        is_same = SAME_FAILURES in tracebacks.values()
+        reason = f"{SAME_FAILURES} failures are the same" if is_same else f"{STAGE_SECONDS / 60:g} minutes are over"
+        print(f"{label}: {reason}, {len(remaining)} cases remain; run it again for them:")
         print("\n".join(f"{label}: {name}" for name in remaining), flush=True)
     return failed + remaining
+
+
+def traceback_of(text: str) -> tuple[str, ...]:
+    """The lines of a failure's first traceback that name a place in the code."""
+    first_rank = text.partition("--- output of rank")[0]
+    return tuple(re.findall(r'^  File ".*$', first_rank, re.MULTILINE))
+
+
+def run_first(**options: Any) -> list[str]:
+    """Preflight, and if it passes the cases of one and of two ranks; returns those that failed or remain."""
+    total = len(first.FIRST) + len(first.FIRST_RANKS)
+    missing = run_stage("preflight", **options)
+    if missing:
+        print(f"Preflight: not ready, because of {', '.join(missing)}; the reasons are above.\nFAIL 0/{total}")
+        return missing
+    print(f"Preflight: ready; {', '.join(first.PREFLIGHT)} work.", flush=True)
+    still_open = run_stage("first", **options) + run_stage("first ranks", **options)
+    print(f"{'FAIL' if still_open else 'PASS'} {total - len(still_open)}/{total}", flush=True)
+    return still_open
 
 
 def main(arguments: Sequence[str] | None = None, rehearse: Rehearse | None = None) -> int:
     """Run the stages on the command line, on the CPU with ``rehearse``; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m gradwire.bench.gpu", description=__doc__.splitlines()[0])
-    parser.add_argument("stages", nargs="+", choices=RANKS, metavar="stage", help=f"one or more of {', '.join(RANKS)}")
+    parser.add_argument(
+        "stages", nargs="+", choices=STAGES, metavar="stage", help=f"one or more of {', '.join(STAGES)}"
+    )
     parser.add_argument("--output", type=Path, default=OUTPUT, help="file of JSON lines; default: %(default)s")
     parser.add_argument("--limit", type=float, default=CASE_LIMIT, help="seconds per case; default: %(default)g")
     parser.add_argument(
@@ -181,5 +218,6 @@ def main(arguments: Sequence[str] | None = None, rehearse: Rehearse | None = Non
     open_cases = []
     only = options.only or [""]
     for stage in options.stages:
-        open_cases += run_stage(stage, rehearse=rehearse, output=options.output, limit=options.limit, only=only)
+        shared = {"rehearse": rehearse, "output": options.output, "limit": options.limit}
+        open_cases += run_first(**shared) if stage == "first" else run_stage(stage, **shared, only=only)
     return 1 if open_cases else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -114,6 +115,33 @@ def both_shots(
         same(first, reference, what)
 
 
+def reduction(wire: str, world_size: int, device: torch.device) -> None:
+    """Reduce a shard of the messages that this many ranks would send."""
+    shapes = [torch.Size([4096 * 3 + 17]), torch.Size([64, 65])]
+    generator, keys = torch.Generator().manual_seed(0), [kernels.random_key(0, str(k)) for k in range(len(shapes))]
+    table = kernels.BlockTable([torch.empty(shape, device=device) for shape in shapes], 64, keys)
+    layout = kernels.MessageLayout([(kernels.WIRE_FORMATS[wire], table)], world_size)
+    (section,) = layout.sections
+    received = []
+    for _ in range(world_size):
+        gradients = [torch.randn(shape, generator=generator).to(device) for shape in shapes]
+        message = torch.zeros(layout.message_shape, dtype=torch.uint8, device=device)
+        kernels.quantize(gradients, section, message, scale=1 / world_size)
+        received.append(message[:, RANK])
+    received_by_rank = torch.stack(received, 1).contiguous()
+
+    def reduced(reduce: Callable[..., None], add: Callable[..., None]) -> list[Tensor]:
+        result = torch.zeros(layout.result_shape, dtype=torch.uint8, device=device)
+        reduce(received_by_rank, section, result, rank=RANK, errors=None, pending=None, rounding=None)
+        total = torch.full((layout.shard_numel(section),), torch.nan, device=device)
+        add(received_by_rank, section, total, rank=RANK)
+        return [result, total]
+
+    expected = reduced(kernels.reduce_quantized_reference, kernels.sum_quantized_reference)
+    for mine, reference in zip(reduced(kernels.reduce_quantized, kernels.sum_quantized), expected, strict=True):
+        same(mine, reference, f"{wire} of {world_size} ranks")
+
+
 def quantization_beyond_int32(device: torch.device) -> None:
     """int4 codes of a gradient of more than 2^31 elements that are on its grid come back to the bit."""
     numel = large_numel(device, 3)
@@ -153,6 +181,11 @@ QUANTIZATION_CHECKS: dict[str, LaneCase] = {
     **{
         f"quantize NaN to {wire}": partial(both_shots, wire, torch.float32, torch.float32, False, 0, True)
         for wire in kernels.WIRE_FORMATS
+    },
+    **{
+        f"reduce messages of {world_size} ranks, {wire}": partial(reduction, wire, world_size)
+        for world_size in (8, 64)
+        for wire in ("int8", "int4")
     },
     "int4 of more than 2^31 elements": quantization_beyond_int32,
 }

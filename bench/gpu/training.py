@@ -37,6 +37,13 @@ class Net(nn.Module):
         return torch.randn(4, 3, 8, 8, generator=generator)
 
 
+class DropoutNet(Net):
+    """Takes random numbers in every step."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(super().forward(x), 0.3)
+
+
 class HalfNet(nn.Module):
     """fp16 matrices, biases and norms, and an empty parameter."""
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from gradwire.comm import GroupTransport, LocalTransport, Transport, run_algorithm
 from gradwire.comm.connections import connections_of, executor_for
-from gradwire.comm.transport import MAX_PIECES, MIN_CELL_BYTES, clear_frames
+from gradwire.comm.transport import MAX_CELL_BYTES, MAX_PIECES, clear_frames
 from tests.support.ranks import on_ranks
 
 CPU = torch.device("cpu")
@@ -171,9 +171,9 @@ def test_failed_shot_keeps_no_work():
 @on_ranks(1, 2, 3)
 def test_number_of_pieces_follows_the_size_of_the_message():
     size = dist.get_world_size()
-    cells = size * MIN_CELL_BYTES
-    sizes = [0, 1, cells, 2 * cells - 1, 2 * cells, MAX_PIECES * cells, 1 << 40]
-    expected = [1, 1, 1, 1, 2, MAX_PIECES, MAX_PIECES] if size > 1 else [1] * len(sizes)
+    cells = size * MAX_CELL_BYTES
+    sizes = [0, 1, cells, cells + 1, 2 * cells, 2 * cells + 1, MAX_PIECES * cells, 1 << 40]
+    expected = [1, 1, 1, 2, 2, 3, MAX_PIECES, MAX_PIECES] if size > 1 else [1] * len(sizes)
     for transport in (connections_of(None).transport("two shots", CPU), GroupTransport(dist.group.WORLD)):
         assert [transport.pieces(nbytes) for nbytes in sizes] == expected
 
