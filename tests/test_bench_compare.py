@@ -1,6 +1,7 @@
 """`tools.compare`: the criterion for slower, and a kernel that is slowed down on purpose."""
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -84,6 +85,10 @@ def test_time_to_target_ratio_uses_seed_medians_and_needs_a_reached_target():
         for seed, value in enumerate(values)
     ]
     assert dict(ratios(records)) == {"converge, task text, hook none, ranks 2: gradwire to PyTorch": 0.4}
+    with_muon = [replace(each, case=each.case | {"optimizer": "muon"}, p50=1.0) for each in records]
+    name = "converge, task text, hook none, optimizer muon, ranks 2: gradwire to PyTorch"
+    found = dict(ratios([*records, *with_muon]))
+    assert (len(found), found[name]) == (3, 1.0)
 
 
 def test_missing_result_fails_comparison(tmp_path):

@@ -17,7 +17,7 @@ import typer
 
 from gradwire.bench.implementations import GRADWIRE, GRADWIRE_ON_PYTORCH, PYTORCH
 from gradwire.bench.record import Metric, Record, RecordError, load
-from gradwire.bench.tables import Table, find, groups_of, print_tables
+from gradwire.bench.tables import Table, find, print_tables
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -32,7 +32,7 @@ UNREPEATED_BAND = 0.15
 _NOISE_QUANTILE = 0.9
 
 # A method is compared with the PyTorch of its setting.
-_SETTING = ("kernel", "model", "bucket_mib", "task", "rate", "hook", "seam")
+_SETTING = ("kernel", "model", "bucket_mib", "task", "rate", "optimizer", "hook", "seam")
 _NAMING = (*_SETTING, "method")
 
 
@@ -99,9 +99,13 @@ def _to_pytorch(records: Sequence[Record]) -> Iterator[tuple[str, float]]:
 
 
 def _medians_to_target(records: Iterable[Record]) -> list[Record]:
-    """One record per hook and implementation whose trainings all reached the target."""
+    """One record per hook, optimizer and implementation whose trainings all reached the target."""
+    groups: dict[tuple[str, str], list[Record]] = {}
+    for record in records:
+        if record.metric == Metric.TARGET_S:
+            groups.setdefault((_name(record), record.implementation), []).append(record)
     medians = []
-    for _, group in groups_of((r for r in records if r.metric == Metric.TARGET_S), "hook", "implementation"):
+    for group in groups.values():
         reached = [record.p50 for record in group if record.p50 is not None]
         if len(reached) == len(group):
             medians.append(replace(group[0], p50=median(reached)))
