@@ -76,7 +76,7 @@ def _encode(
         elif wire.is_integer:
             is_done = _encode_integers(wire, scratch, values, scales, payload, pending)
         else:
-            is_whole = wire.mean_multiple > 0 and not table.partial_between(first_block, last_block)
+            is_whole = wire.is_odd and not table.partial_between(first_block, last_block)
             encode_whole = _encode_signs if wire.bits == 1 else _encode_odd
             is_done = is_whole and payload.shape[1] % 8 == 0
             is_done = is_done and encode_whole(wire, scratch, values, scales, payload, pending)
@@ -95,9 +95,9 @@ def _round_scales(wire: WireFormat, scratch: Buffers, values: Tensor) -> tuple[T
     """The scales of blocks and their inverses, in scratch; None if one is not finite, or near the largest scale."""
     n, half = values.shape
     magnitudes, found = torch.abs(values, out=scratch.codes[:n]), scratch.found[:n]
-    levels = 1 if wire.mean_multiple else wire.levels
-    if wire.mean_multiple:
-        magnitudes.mul_(wire.mean_multiple / half)
+    levels = wire.levels
+    if wire.bits == 1:
+        magnitudes.mul_(1 / half)
         while half > 1:
             half //= 2
             magnitudes[:, :half] += magnitudes[:, half : 2 * half]
@@ -217,7 +217,7 @@ def _decode(wire: WireFormat, scratch: Buffers, scales: Tensor | None, payload: 
     elif wire.bits == 8:
         out.copy_(payload.view(torch.int8)).mul_(scratch.scales[:n].copy_(scales.unsqueeze(1)))
     else:
-        bits, is_odd = wire.bits, wire.mean_multiple > 0
+        bits, is_odd = wire.bits, wire.is_odd
         codes = payload.view(torch.int64)
         plane = scratch.codes.view(torch.int8).view(-1)[: n * width].view(n, width)
         words = plane.view(torch.int64)

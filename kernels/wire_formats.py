@@ -3,7 +3,7 @@
     format          bits  scale s            code of an element x                                    decoded
     int8            8     absmax / levels    q = rint(x * (1 / s)), in two's complement              s * q
     int4            4     absmax / levels    q + 2^(bits - 1)                                        s * q
-    int2            2     2/3 mean of |x|    (q + 3) / 2, q the nearest of -3, -1, 1 and 3           s * q
+    int2            2     absmax / levels    (q + 3) / 2, q the nearest of -3, -1, 1 and 3           s * q
     sign            1     mean of |x|        x >= 0                                                  +-s
     fp8_e4m3        8     absmax / 448       x * (1 / s) in e4m3fn, rounded to nearest even          s * q
     bf16 fp16 fp32  16 32 none               x, saturated at the format's largest number             x
@@ -16,16 +16,15 @@ A block with an inf or a NaN has the scale NaN and decodes to NaN. Formats witho
 In int8 and int4, s * q has 8 + 7 significant bits at most and is therefore exact in fp32, and so is x - s * q,
 because s * q is 0 or within a factor of two of x. What was sent plus the error is x to the bit.
 
-int2 and sign have no zero, and saturate: the largest element of a block may be many times the mean. On normal numbers,
-the relative error (root mean square) is 0.35 with int2 and 0.60 with sign; for Laplace numbers, 0.44 and 0.70. A scale
-of absmax, with which three levels err by 0.72, is used for stochastic rounding only, where saturation would be a bias.
+int2 and sign have no zero, and sign saturates: the largest element of a block may be many times the mean. With a scale
+of 2/3 of the mean of |x|, int2 would saturate, too: its relative error on normal numbers would be 0.35 instead of 0.51,
+but error feedback would send large elements late, and trainings take more steps (docs/log/quantization.md).
 
 The codes of a block are packed in planes: with k = 8 / bits, byte i holds the elements i + t * block_size / k at the
 bits t * bits, for t = 0 .. k - 1. Both ends of the exchange then work on contiguous elements.
 
-The mean of a block is a halving fold of |x| / block_size, a[:h] + a[h:], times block_size / (number of elements); the
-2/3 of int2 is a part of the first factor.
-Every implementation adds in this order.
+The mean of a block is a halving fold of |x| / block_size, a[:h] + a[h:], times block_size / (number of elements). Every
+implementation adds in this order.
 
 Stochastic rounding of y to an integer is floor(y) + (u < y - floor(y)), where u is uniform in [0, 1). Numbers on the
 grid stay as they are; the expectation is y plus at most 2^-24.
@@ -61,15 +60,14 @@ class WireFormat:
         bits: payload bits per element.
         levels: the largest magnitude on the grid, in units of the scale; 0: there are no scales.
         dtype: dtype of the payload, if the codes are floating-point numbers.
-        mean_multiple: the scale in units of the mean of |x|; 0: it is absmax / levels. The grid is then the odd
-            numbers from -levels to levels.
+        is_odd: whether the grid is the odd numbers from -levels to levels, without a zero.
     """
 
     name: str
     bits: int
     levels: int = 0
     dtype: torch.dtype | None = None
-    mean_multiple: float = 0.0
+    is_odd: bool = False
 
     @cached_property
     def is_scaled(self) -> bool:
@@ -79,7 +77,7 @@ class WireFormat:
     @cached_property
     def is_integer(self) -> bool:
         """Whether the codes are integers, with a code for 0."""
-        return self.dtype is None and self.mean_multiple == 0
+        return self.dtype is None and not self.is_odd
 
     @cached_property
     def offset(self) -> int:
@@ -111,8 +109,8 @@ WIRE_FORMATS = {
     for wire in (
         WireFormat("int8", 8, levels=127),
         WireFormat("int4", 4, levels=7),
-        WireFormat("int2", 2, levels=3, mean_multiple=2 / 3),
-        WireFormat("sign", 1, levels=1, mean_multiple=1.0),
+        WireFormat("int2", 2, levels=3, is_odd=True),
+        WireFormat("sign", 1, levels=1, is_odd=True),
         WireFormat("fp8_e4m3", 8, levels=448, dtype=torch.float8_e4m3fn),
         WireFormat("bf16", 16, dtype=torch.bfloat16),
         WireFormat("fp16", 16, dtype=torch.float16),
@@ -158,11 +156,11 @@ def round_scale(absmax: Tensor, quotient: Tensor, wire: WireFormat) -> Tensor:
     return torch.where(absmax > 0, up.clamp(MIN_SCALE, wire.max_scale), 0.0)
 
 
-def block_scales(blocks: Tensor, counts: Tensor, wire: WireFormat, is_stochastic: bool = False) -> Tensor:
+def block_scales(blocks: Tensor, counts: Tensor, wire: WireFormat) -> Tensor:
     """The scales of blocks, as in `encode`: fp32 numbers that are exact in bf16, [n, 1]; NaN for non-finite blocks."""
-    if wire.mean_multiple and not (is_stochastic and wire.bits > 1):
+    if wire.bits == 1:
         block_size = blocks.shape[1]
-        mean = blocks.abs() * (wire.mean_multiple / block_size)
+        mean = blocks.abs() * (1 / block_size)
         while mean.shape[1] > 1:
             half = mean.shape[1] // 2
             mean = mean[:, :half] + mean[:, half:]
@@ -189,7 +187,7 @@ def encode(blocks: Tensor, counts: Tensor, wire: WireFormat, draws: Tensor | Non
     if not wire.is_scaled:
         assert wire.dtype is not None
         return None, _encode_float(blocks, wire.dtype, draws).view(torch.uint8)
-    scales = block_scales(blocks, counts, wire, draws is not None)
+    scales = block_scales(blocks, counts, wire)
     valid = torch.where(scales.isnan(), 0.0, blocks)  # the scale alone carries the NaN: codes have none
     inverse = torch.where(scales > 0, scales.reciprocal(), 0.0)
     scaled = (valid * inverse).clamp(-wire.levels, wire.levels)
@@ -197,7 +195,7 @@ def encode(blocks: Tensor, counts: Tensor, wire: WireFormat, draws: Tensor | Non
         payload = pack((valid >= 0).to(torch.uint8), 1)
     elif wire.dtype is not None:
         payload = _encode_float(scaled, wire.dtype, draws).view(torch.uint8)
-    elif wire.mean_multiple:
+    elif wire.is_odd:
         if draws is None:
             codes = (scaled * 0.5).floor() + wire.offset  # 2 floor(y / 2) + 1 is the odd number nearest to y
         else:
@@ -216,7 +214,7 @@ def decode(scales: Tensor | None, payload: Tensor, wire: WireFormat) -> Tensor:
         values = payload.view(wire.dtype).to(torch.float32)
     else:
         codes = (payload.view(torch.int8) if wire.bits == 8 else unpack(payload, wire.bits)).to(torch.float32)
-        values = 2 * codes - wire.levels if wire.mean_multiple else codes - wire.offset
+        values = 2 * codes - wire.levels if wire.is_odd else codes - wire.offset
     return values if scales is None else values * scales.to(torch.float32)
 
 

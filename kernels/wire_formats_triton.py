@@ -103,14 +103,13 @@ def _block_scales(
     values,  # [N, BLOCK]
     counts,  # [N] int32
     FORMAT: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
     FULL: tl.constexpr,
 ):
     """`wire_formats.block_scales`: [N]."""
     N: tl.constexpr = values.shape[0]
     BLOCK: tl.constexpr = values.shape[1]
-    if FORMAT.mean_multiple > 0 and not (STOCHASTIC and FORMAT.bits > 1):
-        folded = tl.abs(values) * (FORMAT.mean_multiple / BLOCK)
+    if FORMAT.bits == 1:
+        folded = tl.abs(values) * (1 / BLOCK)
         for i in tl.static_range(10):  # blocks have at most 2^10 elements
             if BLOCK >> i > 1:
                 folded = tl.sum(tl.reshape(folded, (N, 2, BLOCK >> (i + 1))), axis=1)
@@ -168,7 +167,7 @@ def encode_blocks(
         payload = _to_float(values, random, FORMAT, STOCHASTIC)
         decoded = payload.to(tl.float32)
     else:
-        scale = _block_scales(values, counts, FORMAT, STOCHASTIC, FULL)
+        scale = _block_scales(values, counts, FORMAT, FULL)
         # A block that is not finite has the codes of zeros.
         valid = tl.where((scale == scale)[:, None], values, 0.0)
         if FORMAT.bits == 1:
@@ -180,7 +179,7 @@ def encode_blocks(
             inverse = tl.where(scale > 0, reciprocal, 0.0)
             limit: tl.constexpr = FORMAT.levels * 1.0
             scaled = tl.minimum(tl.maximum(valid * inverse[:, None], -limit), limit)
-            if FORMAT.mean_multiple > 0:
+            if FORMAT.is_odd:
                 # 2 floor(y / 2) + 1 is the odd number nearest to y.
                 if STOCHASTIC:
                     code = _round((scaled + limit) * 0.5, random, True)
@@ -226,7 +225,7 @@ def load_blocks(
         values = encoded.to(tl.float32)
     else:
         codes = _unpack(encoded, FORMAT.bits)
-        if FORMAT.mean_multiple > 0:
+        if FORMAT.is_odd:
             q = (2 * codes - FORMAT.levels).to(tl.float32)
         elif FORMAT.is_integer:
             signed = codes << 24 >> 24 if FORMAT.bits == 8 else codes - FORMAT.offset
