@@ -11,7 +11,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -103,12 +103,10 @@ def hosts(count: int, delay_ms: float = 0.0) -> Iterator[list[Host]]:
         with _refusals():
             inside = {host: _add(host.name, stack) for host in made}
             if delay_ms > 0:
-                _join_by_late_packets(made, delay_ms, stack)
+                _join_by_late_packets(inside, delay_ms, stack)
             else:
                 _join_by_bridge(made, _add(f"{prefix}bridge", stack))
             for host, space in inside.items():
-                if delay_ms > 0:
-                    space.link("set", ifname=INTERFACE, mtu=_LATE_MTU)
                 space.addr("add", index=_index(space, INTERFACE), address=host.address, prefixlen=_NETWORK.prefixlen)
                 for interface in (INTERFACE, "lo"):
                     space.link("set", ifname=interface, state="up")
@@ -124,15 +122,17 @@ def _join_by_bridge(made: Sequence[Host], bridge: "NetNS") -> None:
         bridge.link("set", ifname=port, master=_index(bridge, "bridge"), state="up")
 
 
-def _join_by_late_packets(made: Sequence[Host], delay_ms: float, stack: ExitStack) -> None:
+def _join_by_late_packets(inside: Mapping[Host, "NetNS"], delay_ms: float, stack: ExitStack) -> None:
     """Give every host an interface whose packets a process delivers late, until ``stack`` ends it."""
-    devices = [f"{host.name}={host.address}" for host in made]
+    devices = [f"{host.name}={host.address}" for host in inside]
     command = [sys.executable, str(_LATE_PACKETS), str(delay_ms), INTERFACE, *devices]
     process = stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
     stack.callback(process.kill)
     assert process.stdout is not None
     if process.stdout.readline() != b"ready\n":
         raise OSError("no TUN devices; a delay needs /dev/net/tun")
+    for space in inside.values():
+        space.link("set", ifname=INTERFACE, mtu=_LATE_MTU)
 
 
 def delete_abandoned() -> None:

@@ -126,7 +126,7 @@ def draw_hooks(records: Records, path: Path) -> None:
 def draw_converge(records: Records, path: Path) -> None:
     """Time to target of every hook as dots, median and range; next to it the curves of gradwire's median trainings.
 
-    Of the first optimizer, if there are several.
+    If the results have several optimizers, only the first one is drawn.
     """
     settings, optimizer = records[0].provenance["settings"], records[0].case.get("optimizer")
     records = [record for record in records if record.case.get("optimizer") == optimizer]

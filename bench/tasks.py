@@ -172,7 +172,7 @@ class Text(Task):
         return Gpt(layers=5, width=192, length=self.length)
 
     def make_optimizers(self, model: nn.Module, name: str) -> list[torch.optim.Optimizer]:
-        """Muon updates the matrices of the layers, and AdamW the other parameters beside it."""
+        """With Muon, AdamW updates every parameter that is not a matrix of a layer."""
         if name == "sgd":
             return [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)]
         hidden: list[Tensor] = []

@@ -95,7 +95,6 @@ def _round_scales(wire: WireFormat, scratch: Buffers, values: Tensor) -> tuple[T
     """The scales of blocks and their inverses, in scratch; None if one is not finite, or near the largest scale."""
     n, half = values.shape
     magnitudes, found = torch.abs(values, out=scratch.codes[:n]), scratch.found[:n]
-    levels = wire.levels
     if wire.bits == 1:
         magnitudes.mul_(1 / half)
         while half > 1:
@@ -108,11 +107,11 @@ def _round_scales(wire: WireFormat, scratch: Buffers, values: Tensor) -> tuple[T
     low, high = torch.aminmax(found)
     smallest, largest = low.item(), high.item()
     # Above this bound, the scale may be lowered and elements saturate. NaN fails the comparison.
-    if not largest < wire.max_scale * levels * 0.99:
+    if not largest < wire.max_scale * wire.levels * 0.99:
         return None
-    torch.div(found, levels, out=scale)
+    torch.div(found, wire.levels, out=scale)
     scale.view(torch.int32).add_(0xFFFF).bitwise_and_(-0x10000)
-    if smallest < MIN_SCALE * 2 * levels:
+    if smallest < MIN_SCALE * 2 * wire.levels:
         scale.clamp_(min=MIN_SCALE)
     torch.reciprocal(scale, out=inverse)
     if smallest == 0:

@@ -1,7 +1,7 @@
-"""Stages *preflight* and *first* of the GPU lane: within four minutes, whether this machine is in order, and gradwire.
+"""Stages *preflight* and *first* of the GPU lane: they tell in four minutes whether machine and gradwire work.
 
-Preflight tries what every kernel and hook needs. The others are one or two cases of every kind: kernels, hooks, CUDA
-graphs, PyTorch's classes around them, two ranks, and times beside PyTorch's with their floor.
+Preflight tries what every kernel and hook needs. *first* has one or two cases of every kind: kernels, hooks on both
+DDPs, CUDA graphs, GradScaler, two ranks, and the times of hooks compared with PyTorch's.
 """
 
 from __future__ import annotations
