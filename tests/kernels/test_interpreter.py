@@ -1,5 +1,6 @@
 """The interpreter lane itself: it must round as the hardware does, and the kernels must address 64 bits wide."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -64,7 +65,8 @@ def test_access_out_of_bounds_raises(first, numel):
 
 
 def test_access_to_freed_memory_raises():
-    source = torch.zeros(8)
+    memory = np.zeros(8, np.float32)  # stays allocated, so that no other tensor is given its address
+    source = torch.from_numpy(memory)
     table = torch.tensor([source.data_ptr()])
     del source
     with pytest.raises(triton.runtime.errors.InterpreterError, match="out of bounds: 8 of 8 elements"):
