@@ -60,6 +60,7 @@ def test_command_writes_the_results_it_prints(tmp_path, monkeypatch, command, op
     for name, value in {"NUMEL": 1 << 12, "SEEDS": 2, "STEPS": 2, "WORLD_SIZES": (2, 4)}.items():
         monkeypatch.setattr(rounding, name, value)
     monkeypatch.setattr(recorded_gradients, "STEPS", (1, 2))
+    monkeypatch.setattr(recorded_gradients, "TRAININGS", [("digits", "sgd"), ("text", "muon")])
     path = tmp_path / "results.jsonl"
     arguments = [*command.split(), *options.split(), "--output", str(path)]
     done = CliRunner().invoke(app if command.startswith("bench") else validate.app, arguments)

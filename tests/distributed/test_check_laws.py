@@ -144,11 +144,17 @@ DEFECTS = {defect: (partial(ToyState, defect=defect), toy_hook, law) for defect,
 }
 
 
+SLOW = ["hash of a string", "poisoned error", "raises", "checkpoint with an object", "checkpoint of own errors"]
+SLOW += ["errors kept by bucket index", "sum"]
+
+
 def test_right_compressor_passes():
     check_laws(ToyState, toy_hook, max_examples=3)
 
 
-@pytest.mark.parametrize("defect", DEFECTS)
+@pytest.mark.parametrize(
+    "defect", [pytest.param(defect, marks=[pytest.mark.slow] * (defect in SLOW)) for defect in DEFECTS]
+)
 def test_planted_defect_is_named(monkeypatch, defect):
     make_state, hook, law = DEFECTS[defect]
     monkeypatch.setattr(_check, "RUNS_TO_SHRINK", 1)

@@ -83,8 +83,14 @@ def run(how, hook, wrapper, folder):
     return [process.returncode for process in processes], lines, outputs
 
 
-FEW = [("dies", "fp16", "gradwire"), ("fails", "int4", "gradwire"), ("resynchronizes", "fp16", "gradwire")]
-MANY = [*FEW, ("dies", "none", "gradwire"), ("dies", "fp16", "pytorch"), ("fails", "none", "gradwire")] * 8
+FEW = [("dies", "fp16", "gradwire"), ("fails", "int4", "gradwire")]
+MANY = [
+    *FEW,
+    ("resynchronizes", "fp16", "gradwire"),
+    ("dies", "none", "gradwire"),
+    ("dies", "fp16", "pytorch"),
+    ("fails", "none", "gradwire"),
+] * 8
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,7 @@ def run_on_two_nodes(program, *arguments):
     return outputs
 
 
+@pytest.mark.slow
 def test_bytes_between_nodes_are_those_of_the_formulas(tmp_path):
     """Headers and acknowledgements add 10 % at most: 66 bytes each for 1,448. Two barriers take some kB."""
     for output in run_on_two_nodes("tests/support/bytes_between_nodes.py", tmp_path):

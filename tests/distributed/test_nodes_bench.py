@@ -47,7 +47,13 @@ def test_loss_and_memory_belong_to_one_method():
     assert len(set(from_all_ranks((loss.p50, plain.p50)))) == 1
 
 
-@pytest.mark.parametrize(("seam", "method"), [(FLAT, "bf16"), (HIERARCHICAL, "int4"), (HSDP, "powersgd-r4")])
+@pytest.mark.parametrize(
+    ("seam", "method"),
+    [
+        (FLAT, "bf16"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(HIERARCHICAL, "int4"), (HSDP, "powersgd-r4")]),
+    ],
+)
 @on_ranks(4)
 def test_gradients_of_one_rank_are_refused(seam, method):
     small, environment = on_two_nodes()

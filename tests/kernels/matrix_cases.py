@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import strategies as st
 
@@ -11,6 +12,8 @@ from tests.kernels.cases import INTERPRETED
 from tests.kernels.exact import Guarded, assert_same_bits, round_to
 
 GRADIENTS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# All dtypes for tests that take long in the interpreter: there those other than fp32 run with the slow tests.
+FP32_OR_SLOW = [torch.float32, *(pytest.param(d, marks=[pytest.mark.slow] * INTERPRETED) for d in GRADIENTS[1:])]
 FACTOR_WIRES = (torch.float32, torch.bfloat16, torch.float64)
 
 

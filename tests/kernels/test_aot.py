@@ -114,7 +114,7 @@ UPDATES = [Launch("update_scale", observed=True, is_last=is_last) for is_last in
 SINGLES = [Launch(f, FP32, BF16, True, True, n_tensors=1) for f in ("flatten", "unflatten")]
 
 
-USUAL = {"sm_90": launches(PAIRS, ENDS) + UPDATES + SINGLES}
+USUAL = {"sm_90": launches(PAIRS, ENDS[1:]) + launches(REPRESENTATIVE, ENDS[:1]) + UPDATES + SINGLES}
 USUAL |= dict.fromkeys(("sm_80", "sm_100", "gfx942"), launches(REPRESENTATIVE, ENDS) + UPDATES[:1])
 
 

@@ -50,7 +50,9 @@ def run(case, in_place, cuda_graphs):
 
 
 @pytest.mark.parametrize("in_place", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case in ("rank 10", "fp16"))) for case in CASES]
+)
 def test_replays_give_the_bits_of_eager_steps(monkeypatch, case, in_place):
     monkeypatch.setattr(graphs, "WARM_UP_STEPS", 1)
     expected, expected_memory = run(case, in_place, cuda_graphs=False)

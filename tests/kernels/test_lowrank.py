@@ -37,6 +37,7 @@ from tests.kernels.cases import INTERPRETED, PROPERTY, name
 from tests.kernels.exact import Guarded, assert_same_bits, round_to
 from tests.kernels.matrix_cases import (
     FACTOR_WIRES,
+    FP32_OR_SLOW,
     GRADIENTS,
     Bucket,
     Place,
@@ -49,6 +50,7 @@ from tests.kernels.matrix_cases import (
 )
 
 INF, NAN = float("inf"), float("nan")
+SLOW_FALSE = pytest.param(False, marks=pytest.mark.slow)
 FP16_MAX = 65504.0
 SCALES = st.sampled_from((1.0, 0.5, 1 / 3, 0.1, 1024.0))
 
@@ -139,8 +141,8 @@ def test_products_write_zeros_between_factors(dtype, wire, device):
     assert_gaps_zero(check_backproject(filled, 1.0), filled.table.q, "Q")
 
 
-@pytest.mark.parametrize("in_place", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("dtype", GRADIENTS, ids=name)
+@pytest.mark.parametrize("in_place", [True, SLOW_FALSE])
+@pytest.mark.parametrize("dtype", FP32_OR_SLOW, ids=name)
 def test_fused_launches_give_the_bits_of_separate_functions(dtype, in_place, device):
     places = (Place(5, 700, 2), Place(3, 3, 1), Place(33, 17, 3))
     shapes = [(4099,), (), (5, 7), (0,)]
@@ -268,7 +270,7 @@ def test_two_calls_give_same_bits(dtype, wire, device):
         assert_same_results(second[i], first[i], f"matrix {i}")
 
 
-@pytest.mark.parametrize("in_place", [True, False], ids=["in place", "apart"])
+@pytest.mark.parametrize("in_place", [True, SLOW_FALSE], ids=["in place", "apart"])
 @pytest.mark.parametrize("dtype", GRADIENTS, ids=name)
 @pytest.mark.parametrize("rank", [1, 4, 7])  # above 8, the interpreter multiplies by BLAS
 def test_passes_have_same_bits_at_every_address(rank, dtype, in_place, device):
@@ -337,7 +339,7 @@ def test_sizes_of_neighbors_do_not_change_bits(dtype, kind, device):
 
 @pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16], ids=name)
 @pytest.mark.parametrize("poison", [NAN, INF])
-@pytest.mark.parametrize("dtype", GRADIENTS, ids=name)
+@pytest.mark.parametrize("dtype", FP32_OR_SLOW, ids=name)
 def test_non_finite_element_reaches_its_row_of_p_alone(dtype, poison, wire, device):
     bucket = Bucket(NEIGHBORS, wire=wire)
     clean = run(bucket, dtype, device)
@@ -365,8 +367,8 @@ def test_non_finite_element_reaches_p_although_q_is_zero_there(part, device):
 
 
 @pytest.mark.parametrize("reconstruct", [reconstruct, reconstruct_reference], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("keep", [True, False], ids=["kept", "added again"])
-@pytest.mark.parametrize("dtype", GRADIENTS, ids=name)
+@pytest.mark.parametrize("keep", [True, SLOW_FALSE], ids=["kept", "added again"])
+@pytest.mark.parametrize("dtype", FP32_OR_SLOW, ids=name)
 def test_reconstruct_with_cleared_flag_keeps_error_and_writes_nan(dtype, keep, reconstruct, device):
     bucket = Bucket((Place(7, 5, 2), Place(33, 40, 4, 1), Place(16, 9, 3)), keep=keep)
 
