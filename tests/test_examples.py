@@ -78,6 +78,7 @@ def test_train_int4_saved_on_two_ranks_resumes_on_three(tmp_path):
     assert losses["3", 300] < 0.5 * losses["2", 50]
 
 
+@pytest.mark.slow
 def test_train_elastic_resumes_after_a_failure_of_one_rank(tmp_path):
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1")
     output = output_of(*launcher, str(EXAMPLES / "train_elastic.py"), str(tmp_path), "70")

@@ -176,8 +176,14 @@ def train_in_another_group(kind, wrapper, first, then):
 MOVES = {"fewer": ([[0, 1, 2]], [1, 2]), "more": ([[0, 1], [2]], [0, 1, 2]), "others": ([[0, 1], [2]], [1, 2])}
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize(
+    ("move", "wrapper"),
+    [
+        pytest.param(move, wrapper, marks=[pytest.mark.slow] * (wrapper == "pytorch" and move != "more"))
+        for move in MOVES
+        for wrapper in WRAPPERS
+    ],
+)
 @pytest.mark.parametrize("kind", [kind for kind in STATES if kind != "int4_on_nodes"])  # of a fixed size
 def test_state_follows_its_process_group_to_other_ranks(worlds, kind, move, wrapper):
     first, then = MOVES[move]

@@ -193,7 +193,7 @@ def train_late_parts(wrapper, kind, feature):
 
 @pytest.mark.parametrize("feature", ["find-unused", "skip-unused"])
 @pytest.mark.parametrize("kind", STATES)
-@on_ranks(2, 3)
+@on_ranks(3)
 def test_parameter_first_used_in_a_later_step_is_reduced_like_others(kind, feature):
     names = sorted(name for name, _ in LateParts().named_parameters())
     theirs, ours = (train_late_parts(wrapper, kind, feature) for wrapper in WRAPPERS)
@@ -213,7 +213,7 @@ def test_parameter_first_used_in_a_later_step_is_reduced_like_others(kind, featu
 @views
 @pytest.mark.parametrize("feature", ["find-unused", "skip-unused"])
 @pytest.mark.parametrize("kind", FEEDBACK)
-@on_ranks(2, 3)
+@on_ranks(3)
 def test_law1_holds_if_parameters_are_unused_on_all_ranks(kind, feature, view, clear):
     torch.manual_seed(0)
     module, rank = Parts(), dist.get_rank()
