@@ -14,16 +14,19 @@ from torch import Tensor
 
 from gradwire.kernels.block_table import ALIGN_BYTES, Section
 from gradwire.kernels.counter_random import random_bits_triton
-from gradwire.kernels.dispatch import jit, kernel, tl, triton_dtype
+from gradwire.kernels.dispatch import jit, kernel, next_power_of_2, tl, triton_dtype
 from gradwire.kernels.program_table import load_chunk
 from gradwire.kernels.segment_table import CHUNK_NUMEL
 from gradwire.kernels.wire_formats import Rounding
 from gradwire.kernels.wire_formats_triton import (
+    elements,
     encode_blocks,
     load_blocks,
     load_errors,
+    load_tile,
     store_blocks,
     store_errors,
+    store_tile,
     unit_bytes,
 )
 
@@ -32,18 +35,32 @@ NUM_WARPS = 8
 TAIL_NUMEL = 1024
 # Elements per program of `reduce_quantized`: sums, random numbers and received codes are in registers at once.
 REDUCE_NUMEL = 1024
+REDUCE_WARPS = 4
+MANY_PEERS = 64  # from which on programs and chunks are a quarter as large
+# Peers whose cells `reduce_quantized` and `sum_quantized` read at a time.
+MAX_PEERS = 8
 # Headers that a program of `commit_errors` reads at a time.
 FLAGS_NUMEL = 128
 
 
 @jit
-def _locate(blocks, message, blocks_per_cell, cell_units, scales_unit, payload_unit):
-    """Addresses of the scales and the payloads of the blocks' cells, and the slots of the blocks; [N].
+def _locate(
+    first, N: tl.constexpr, FULL: tl.constexpr, message, blocks_per_cell, cell_units, scales_unit, payload_unit
+):
+    """Addresses of the scales and the payloads of the cells of N blocks, and the slots of the blocks; [N].
 
-    Blocks are counted in int32: 2^31 of the smallest are 64 Gi elements.
+    Blocks are counted in int32: 2^31 of the smallest are 64 Gi elements. If FULL, the blocks are in two cells at most.
     """
-    cells = blocks // blocks_per_cell  # 32 bits: a 64-bit division takes a hundred instructions
-    slots = blocks - cells * blocks_per_cell
+    rows = tl.arange(0, N)
+    if FULL:
+        cell = first // blocks_per_cell
+        slots = first - cell * blocks_per_cell + rows
+        is_next = slots >= blocks_per_cell
+        cells = cell + tl.where(is_next, 1, 0)
+        slots -= tl.where(is_next, blocks_per_cell, 0)
+    else:
+        cells = (first + rows) // blocks_per_cell
+        slots = first + rows - cells * blocks_per_cell
     starts = message + cells.to(tl.int64) * unit_bytes(cell_units)
     return starts + unit_bytes(scales_unit), starts + unit_bytes(payload_unit), slots
 
@@ -53,7 +70,7 @@ def _quantize_tiles(
     source,  # address of [remaining]
     errors,  # address of [blocks * BLOCK]
     pending,  # address of [blocks * BLOCK]
-    place,  # the first arguments of `_locate`, without the blocks
+    place,  # the last arguments of `_locate`
     first_block,  # int32
     remaining,  # int32
     start,
@@ -71,32 +88,30 @@ def _quantize_tiles(
 ):
     """Encode a chunk of one gradient tile by tile. No element is missing if FULL."""
     N: tl.constexpr = TILE // BLOCK
-    ERROR_BYTES: tl.constexpr = 0 if ERROR is None else ERROR.primitive_bitwidth // 8
-    while remaining > 0:
-        source_ptr = source.to(tl.pointer_type(SOURCE))
-        rows = tl.arange(0, N)
-        offs = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]  # [N, BLOCK]
-        counts = tl.minimum(tl.maximum(remaining - rows * BLOCK, 0), BLOCK)
+    ITEM: tl.constexpr = SOURCE.primitive_bitwidth // 8
+    ERROR_ITEM: tl.constexpr = 0 if ERROR is None else ERROR.primitive_bitwidth // 8
+    rows = tl.arange(0, N)
+    offs = rows[:, None] * BLOCK + tl.arange(0, BLOCK // FORMAT.planes)[None, :]
+    first = 0
+    while first < remaining:
+        source_ptr = (source + first * ITEM).to(tl.pointer_type(SOURCE))
+        counts = tl.minimum(tl.maximum(remaining - first - rows * BLOCK, 0), BLOCK)
         mask = counts > 0
         if FULL:
             source_ptr = tl.multiple_of(source_ptr, 16)
-        values = tl.load(source_ptr + offs, mask=None if FULL else offs < remaining, other=None if FULL else 0)
-        values = values.to(tl.float32) * multiplier
+        values = load_tile(source_ptr + offs, counts, FORMAT.planes, FULL).to(tl.float32) * multiplier
         if ERROR is not None:
-            values += load_errors(errors, mask, ERROR, BLOCK, N, FULL)
-        index = start + offs
-        random = random_bits_triton(key, step, index) if STOCHASTIC else offs
+            values += load_errors(errors + first * ERROR_ITEM, mask, ERROR, BLOCK, FORMAT.planes, N, FULL)
+        index = start + first + rows[:, None] * BLOCK + elements(BLOCK, FORMAT.planes)  # [N, BLOCK]
+        random = random_bits_triton(key, step, index) if STOCHASTIC else index
         scale, encoded, decoded = encode_blocks(values, counts, random, FORMAT, STOCHASTIC, FULL)
-        scales, payload, slots = _locate(first_block + rows, *place)
+        scales, payload, slots = _locate(first_block + first // BLOCK, N, FULL, *place)
         store_blocks(scales, payload, slots, mask, scale, encoded, FORMAT, BLOCK, FULL)
         if ERROR is not None:
-            store_errors(pending, values - decoded, counts, mask, error_key, step, index, ERROR, FULL)
-        source += TILE * SOURCE.primitive_bitwidth // 8
-        errors += TILE * ERROR_BYTES
-        pending += TILE * ERROR_BYTES
-        first_block += N
-        remaining -= TILE
-        start += TILE
+            error, numbers = values - decoded, (error_key, step, index)
+            address = pending + first * ERROR_ITEM
+            store_errors(address, error, counts, mask, *numbers, ERROR, FORMAT.planes, FULL)
+        first += TILE
 
 
 @kernel
@@ -133,18 +148,18 @@ def _quantize_kernel(
     place = (message_ptr.to(tl.int64), blocks_per_cell, cell_units, scales_unit, payload_unit)
     key_salted, error_key = key + salt, key + error_salt
     multiplier = tl.full((), scale, tl.float32)
-    numbers = (first_block.to(tl.int32), remaining, start, multiplier, key_salted, error_key, step)
+    numbers = (start, multiplier, key_salted, error_key, step)
     # Pointers are passed as integers: AMD's compiler loses the alignment of offsets from an argument below 2 GiB.
     ERROR: tl.constexpr = None if errors_ptr is None else errors_ptr.dtype.element_ty
     errors = source if errors_ptr is None else (errors_ptr + first_block * BLOCK).to(tl.int64)
     pending = source if errors_ptr is None else (pending_ptr + first_block * BLOCK).to(tl.int64)
-    memory = (source, errors, pending)
+    chunk = (source, errors, pending, place, first_block.to(tl.int32))
     # A mask that depends on the table makes accesses scalar, so full aligned chunks have their own branch. Scalar
     # accesses take many registers, so the other branch works on smaller tiles.
-    if (remaining == CHUNK) & (source % 16 == 0):
-        _quantize_tiles(*memory, place, *numbers, SOURCE, ERROR, FORMAT, STOCHASTIC, BLOCK, TILE, True)
+    if (remaining == CHUNK) & (source % 16 == 0) & (blocks_per_cell >= TILE // BLOCK):
+        _quantize_tiles(*chunk, CHUNK, *numbers, SOURCE, ERROR, FORMAT, STOCHASTIC, BLOCK, TILE, True)
     else:
-        _quantize_tiles(*memory, place, *numbers, SOURCE, ERROR, FORMAT, STOCHASTIC, BLOCK, TAIL, False)
+        _quantize_tiles(*chunk, remaining, *numbers, SOURCE, ERROR, FORMAT, STOCHASTIC, BLOCK, TAIL, False)
 
 
 @jit
@@ -153,16 +168,16 @@ def _dequantize_chunk(
     scales,  # [N]: addresses in the cells
     payload,  # [N]
     slots,  # [N]
-    remaining,
+    remaining,  # int32
     TARGET: tl.constexpr,
     FORMAT: tl.constexpr,
     BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
+    N: tl.constexpr,
     FULL: tl.constexpr,
 ):
     """Decode a chunk of one gradient, which has all its elements if FULL."""
-    rows = tl.arange(0, CHUNK // BLOCK)
-    offs = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]  # [N, BLOCK]
+    rows = tl.arange(0, N)
+    offs = rows[:, None] * BLOCK + tl.arange(0, BLOCK // FORMAT.planes)[None, :]
     values = load_blocks(scales, payload, slots, rows * BLOCK < remaining, FORMAT, BLOCK, FULL)
     target_ptr = target.to(tl.pointer_type(TARGET))
     if TARGET.primitive_bitwidth == 16:
@@ -173,7 +188,8 @@ def _dequantize_chunk(
     values = values.to(TARGET)
     if FULL:
         target_ptr = tl.multiple_of(target_ptr, 16)
-    tl.store(target_ptr + offs, values, mask=None if FULL else offs < remaining)
+    counts = tl.minimum(tl.maximum(remaining - rows * BLOCK, 0), BLOCK)
+    store_tile(target_ptr + offs, counts, values, FORMAT.planes, FULL)
 
 
 @kernel
@@ -196,13 +212,16 @@ def _dequantize_kernel(
     address, length, first_block, _, start = load_chunk(table_ptr, n_segments, n_chunks, chunk, 4)
     target = (address.to(tl.pointer_type(TARGET)) + start).to(tl.int64)
     remaining = tl.minimum(length - start, CHUNK).to(tl.int32)
-    blocks = (first_block + start // BLOCK).to(tl.int32) + tl.arange(0, CHUNK // BLOCK)
-    cell = _locate(blocks, gathered_ptr.to(tl.int64), blocks_per_cell, cell_units, scales_unit, payload_unit)
+    first_block = (first_block + start // BLOCK).to(tl.int32)
+    N: tl.constexpr = CHUNK // BLOCK
+    place = (gathered_ptr.to(tl.int64), blocks_per_cell, cell_units, scales_unit, payload_unit)
     # A mask that depends on the table makes accesses scalar, so full aligned chunks have their own branch.
-    if (remaining == CHUNK) & (target % 16 == 0):
-        _dequantize_chunk(target, *cell, remaining, TARGET, FORMAT, BLOCK, CHUNK, True)
+    if (remaining == CHUNK) & (target % 16 == 0) & (blocks_per_cell >= N):
+        cell = _locate(first_block, N, True, *place)
+        _dequantize_chunk(target, *cell, remaining, TARGET, FORMAT, BLOCK, N, True)
     else:
-        _dequantize_chunk(target, *cell, remaining, TARGET, FORMAT, BLOCK, CHUNK, False)
+        cell = _locate(first_block, N, False, *place)
+        _dequantize_chunk(target, *cell, remaining, TARGET, FORMAT, BLOCK, N, False)
 
 
 @jit
@@ -220,6 +239,7 @@ def _sum_chunk(
     FORMAT: tl.constexpr,
     BLOCK: tl.constexpr,
     N: tl.constexpr,
+    PEERS: tl.constexpr,
 ):
     """The sum of N blocks of this rank's cells in a piece, [N, BLOCK], in rank order: the same to the bit in every run.
 
@@ -235,10 +255,13 @@ def _sum_chunk(
     total = tl.zeros((N, BLOCK), tl.float32)
     peer = 0
     while peer < world_size:
-        scales, payload = received + unit_bytes(scales_unit), received + unit_bytes(payload_unit)
-        total += load_blocks(scales, payload, slots, exists, FORMAT, BLOCK, False)
-        received += unit_bytes(cell_units)
-        peer += 1
+        # Unrolled, so that the loads of all these peers are in flight at once. What is missing adds 0.
+        for i in tl.static_range(PEERS):
+            cell = received + unit_bytes(i * cell_units)
+            scales, payload = cell + unit_bytes(scales_unit), cell + unit_bytes(payload_unit)
+            total += load_blocks(scales, payload, slots, exists & (peer + i < world_size), FORMAT, BLOCK, False)
+        received += unit_bytes(PEERS * cell_units)
+        peer += PEERS
     return total, piece, slots, blocks, exists
 
 
@@ -275,17 +298,18 @@ def _reduce_kernel(
     STOCHASTIC: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
+    PEERS: tl.constexpr,
 ):
     """One chunk of this rank's cell in one piece of the message."""
     N: tl.constexpr = CHUNK // BLOCK
     program = tl.program_id(0).to(tl.int64)
     cells = (n_blocks, blocks_per_cell, chunks_per_cell, rank, world_size, cell_units, scales_unit, payload_unit)
-    total, piece, slots, blocks, exists = _sum_chunk(received_ptr, program, *cells, FORMAT, BLOCK, N)
+    total, piece, slots, blocks, exists = _sum_chunk(received_ptr, program, *cells, FORMAT, BLOCK, N, PEERS)
 
     # Read after the loop, which needs the registers.
     counts, segments, starts = _contents(layout_ptr, segments_ptr, blocks, exists, n_segments, BLOCK)
     keys = tl.load(layout_ptr + 2 * n_segments + segments)[:, None]
-    columns = tl.arange(0, BLOCK)[None, :]
+    columns = elements(BLOCK, FORMAT.planes)
     index = starts[:, None] + columns  # [N, BLOCK]
     step = program if step_ptr is None else tl.load(step_ptr)
     has_room = slots < blocks_per_cell
@@ -294,7 +318,7 @@ def _reduce_kernel(
     if errors_ptr is not None:
         # The errors have room for whole cells, so slots without a block are read and written, too: as zeros.
         ERROR: tl.constexpr = errors_ptr.dtype.element_ty
-        total += load_errors((errors_ptr + errors_at).to(tl.int64), has_room, ERROR, BLOCK, N, False)
+        total += load_errors((errors_ptr + errors_at).to(tl.int64), has_room, ERROR, BLOCK, FORMAT.planes, N, False)
     total = tl.where(columns < counts[:, None], total, 0.0)
 
     random = random_bits_triton(keys + salt, step, index) if STOCHASTIC else index
@@ -304,7 +328,8 @@ def _reduce_kernel(
     store_blocks(scales, payload, slots, exists, scale, encoded, FORMAT, BLOCK, False)
     if errors_ptr is not None:
         pending = (pending_ptr + errors_at).to(tl.int64)
-        store_errors(pending, total - decoded, counts, has_room, keys + error_salt, step, index, ERROR, False)
+        numbers = (keys + error_salt, step, index)
+        store_errors(pending, total - decoded, counts, has_room, *numbers, ERROR, FORMAT.planes, False)
     # A non-finite scale or element of any rank arrives here as a non-finite sum.
     n_bad = tl.sum(tl.sum(tl.where(tl.abs(total) < float("inf"), 0, 1), axis=1), axis=0)
     if n_bad > 0:
@@ -329,17 +354,18 @@ def _sum_kernel(
     FORMAT: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
+    PEERS: tl.constexpr,
 ):
     """One chunk of this rank's cell in one piece of the message; 0 where blocks or elements are missing."""
     N: tl.constexpr = CHUNK // BLOCK
     program = tl.program_id(0).to(tl.int64)
     cells = (n_blocks, blocks_per_cell, chunks_per_cell, rank, world_size, cell_units, scales_unit, payload_unit)
-    total, piece, slots, blocks, exists = _sum_chunk(received_ptr, program, *cells, FORMAT, BLOCK, N)
+    total, piece, slots, blocks, exists = _sum_chunk(received_ptr, program, *cells, FORMAT, BLOCK, N, PEERS)
     counts, _, _ = _contents(layout_ptr, segments_ptr, blocks, exists, n_segments, BLOCK)
-    columns = tl.arange(0, BLOCK)[None, :]
-    total = tl.where(columns < counts[:, None], total, 0.0)
-    at = (piece * blocks_per_cell + slots).to(tl.int64)[:, None] * BLOCK + columns
-    tl.store(total_ptr + at, total, mask=(slots < blocks_per_cell)[:, None])
+    total = tl.where(elements(BLOCK, FORMAT.planes) < counts[:, None], total, 0.0)
+    WIDTH: tl.constexpr = BLOCK // FORMAT.planes
+    at = (piece * blocks_per_cell + slots).to(tl.int64)[:, None] * BLOCK + tl.arange(0, WIDTH)[None, :]
+    store_tile(total_ptr + at, tl.where(slots < blocks_per_cell, BLOCK, 0), total, FORMAT.planes, False)
 
 
 @kernel
@@ -439,7 +465,9 @@ def quantize_triton(
 def _sum_arguments(received: Tensor, section: Section, rank: int) -> tuple[tuple[int], dict[str, Any]]:
     """The grid and the common arguments of the kernels that sum received cells."""
     table, (pieces, world_size, _) = section.table, received.shape
-    chunks_per_cell = -(-section.blocks_per_cell * table.block_size // REDUCE_NUMEL)
+    # Many peers leave a cell few elements: smaller chunks keep enough programs to hide the latency of the loads.
+    chunk = REDUCE_NUMEL if world_size < MANY_PEERS else max(REDUCE_NUMEL // 4, table.block_size)
+    chunks_per_cell = -(-section.blocks_per_cell * table.block_size // chunk)
     return (pieces * chunks_per_cell,), {
         "received_ptr": received,
         "layout_ptr": table.layout,
@@ -451,9 +479,11 @@ def _sum_arguments(received: Tensor, section: Section, rank: int) -> tuple[tuple
         "world_size": world_size,
         "FORMAT": section.format,
         "BLOCK": table.block_size,
-        "CHUNK": REDUCE_NUMEL,
+        "CHUNK": chunk,
+        "PEERS": min(next_power_of_2(world_size), MAX_PEERS),
         **_place(section, received),
         **OPTIONS,
+        "num_warps": REDUCE_WARPS * chunk // REDUCE_NUMEL,
     }
 
 

@@ -85,6 +85,11 @@ class WireFormat:
         return 0 if self.bits == 8 else 1 << self.bits - 1
 
     @cached_property
+    def planes(self) -> int:
+        """Number of elements in a byte, each of another plane; 1 for formats of 8 bits or more."""
+        return max(8 // self.bits, 1)
+
+    @cached_property
     def scale_bytes(self) -> int:
         """Bytes of one block's scale."""
         return SCALE_BYTES if self.is_scaled else 0

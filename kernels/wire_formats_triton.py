@@ -1,7 +1,8 @@
 """`wire_formats.encode` and `decode` in Triton, for a tile [blocks, block_size] of the blocks of one program.
 
-Scales are reductions along the rows of the tile. Planes are packed by a sum over [blocks, planes, bytes], whose terms
-share no bits. Divisions are rounded to nearest, and launches set ``enable_fp_fusion=False``: multiply and add stay
+The columns of a tile alternate between the planes of a packed format: `elements` tells which element a column holds.
+Joining planes to a tile, and splitting it into planes, then moves no data between threads. Scales are reductions along
+the rows. Divisions are rounded to nearest, and launches set ``enable_fp_fusion=False``: multiply and add stay
 separate instructions, so all devices and the reference give the same bits. Codes in fp8 come from integer arithmetic:
 the conversions of some architectures saturate differently, and others have none.
 
@@ -99,6 +100,61 @@ def _from_e4m3(codes):
 
 
 @jit
+def elements(BLOCK: tl.constexpr, PLANES: tl.constexpr):
+    """The elements of a block in the columns of a tile: plane t holds those from t * BLOCK / PLANES on. [1, BLOCK]."""
+    columns = tl.arange(0, BLOCK)
+    return (columns % PLANES * (BLOCK // PLANES) + columns // PLANES)[None, :]
+
+
+@jit
+def load_tile(
+    pointers,  # [N, WIDTH]: to the elements of the first plane, of BLOCK / PLANES of them
+    counts,  # [N] int32: number of elements to be read; the others are 0. Not read if FULL.
+    PLANES: tl.constexpr,
+    FULL: tl.constexpr,
+    FIRST: tl.constexpr = 0,
+    STRIDE: tl.constexpr = 1,
+):
+    """Load every STRIDE-th plane of blocks: [N, WIDTH * PLANES / STRIDE]."""
+    N: tl.constexpr = pointers.shape[0]
+    WIDTH: tl.constexpr = pointers.shape[1]
+    if STRIDE < PLANES:
+        even = load_tile(pointers, counts, PLANES, FULL, FIRST, 2 * STRIDE)
+        odd = load_tile(pointers, counts, PLANES, FULL, FIRST + STRIDE, 2 * STRIDE)
+        tile = tl.reshape(tl.join(even, odd), (N, WIDTH * PLANES // STRIDE))
+    elif FULL:
+        tile = tl.load(pointers + FIRST * WIDTH)
+    else:
+        exists = FIRST * WIDTH + tl.arange(0, WIDTH)[None, :] < counts[:, None]
+        tile = tl.load(pointers + FIRST * WIDTH, mask=exists, other=0)
+    return tile
+
+
+@jit
+def store_tile(
+    pointers,
+    counts,
+    tile,
+    PLANES: tl.constexpr,
+    FULL: tl.constexpr,
+    FIRST: tl.constexpr = 0,
+    STRIDE: tl.constexpr = 1,
+):
+    """The inverse of `load_tile`."""
+    N: tl.constexpr = pointers.shape[0]
+    WIDTH: tl.constexpr = pointers.shape[1]
+    if STRIDE < PLANES:
+        even, odd = tl.split(tl.reshape(tile, (N, WIDTH * PLANES // STRIDE // 2, 2)))
+        store_tile(pointers, counts, even, PLANES, FULL, FIRST, 2 * STRIDE)
+        store_tile(pointers, counts, odd, PLANES, FULL, FIRST + STRIDE, 2 * STRIDE)
+    elif FULL:
+        tl.store(pointers + FIRST * WIDTH, tile)
+    else:
+        exists = FIRST * WIDTH + tl.arange(0, WIDTH)[None, :] < counts[:, None]
+        tl.store(pointers + FIRST * WIDTH, tile, mask=exists)
+
+
+@jit
 def _block_scales(
     values,  # [N, BLOCK]
     counts,  # [N] int32
@@ -111,7 +167,9 @@ def _block_scales(
     if FORMAT.bits == 1:
         folded = tl.abs(values) * (1 / BLOCK)
         for i in tl.static_range(10):  # blocks have at most 2^10 elements
-            if BLOCK >> i > 1:
+            if i < 3:  # of 8 planes, the first half and the second
+                folded = tl.sum(tl.reshape(folded, (N, BLOCK // 8, 2, 4 >> i)), axis=2)
+            elif BLOCK >> i > 1:
                 folded = tl.sum(tl.reshape(folded, (N, 2, BLOCK >> (i + 1))), axis=1)
         largest = tl.reshape(folded, (N,))
         quotient = largest
@@ -131,24 +189,23 @@ def _block_scales(
 
 
 @jit
-def _pack(codes, BITS: tl.constexpr):
-    """`wire_formats.pack`: [N, BLOCK] to [N, bytes], in int32."""
-    if BITS < 8:
-        PLANES: tl.constexpr = 8 // BITS
-        parts = tl.reshape(codes, (codes.shape[0], PLANES, codes.shape[1] // PLANES))
-        # The planes share no bits, so their sum is their union.
-        codes = tl.sum(parts << (tl.arange(0, PLANES) * BITS)[None, :, None], axis=1)
-    return codes
+def _pack(codes, BITS: tl.constexpr, STRIDE: tl.constexpr = 1):
+    """`wire_formats.pack`: every STRIDE-th plane of [N, BLOCK] to [N, bytes], in int32."""
+    packed = codes
+    if STRIDE * BITS < 8:
+        even, odd = tl.split(tl.reshape(codes, (codes.shape[0], codes.shape[1] // 2, 2)))
+        packed = _pack(even, BITS, 2 * STRIDE) | (_pack(odd, BITS, 2 * STRIDE) << (STRIDE * BITS))
+    return packed
 
 
 @jit
-def _unpack(payload, BITS: tl.constexpr):
-    """`wire_formats.unpack`: [N, bytes] to [N, BLOCK], in int32."""
-    codes = payload.to(tl.int32)
-    if BITS < 8:
-        PLANES: tl.constexpr = 8 // BITS
-        planes = (codes[:, None, :] >> (tl.arange(0, PLANES) * BITS)[None, :, None]) & ((1 << BITS) - 1)
-        codes = tl.reshape(planes, (codes.shape[0], PLANES * codes.shape[1]))
+def _unpack(payload, BITS: tl.constexpr, STRIDE: tl.constexpr = 1):
+    """`wire_formats.unpack`: every STRIDE-th plane of [N, bytes], in int32."""
+    codes = payload & ((1 << BITS) - 1)
+    if STRIDE * BITS < 8:
+        even = _unpack(payload, BITS, 2 * STRIDE)
+        odd = _unpack(payload >> (STRIDE * BITS), BITS, 2 * STRIDE)
+        codes = tl.reshape(tl.join(even, odd), (even.shape[0], 2 * even.shape[1]))
     return codes
 
 
@@ -205,7 +262,8 @@ def _payload_ptrs(payload, slots, FORMAT: tl.constexpr, BLOCK: tl.constexpr):
     FLOAT: tl.constexpr = tl.bfloat16 if FORMAT.name == "bf16" else tl.float16 if FORMAT.bits == 16 else tl.float32
     ELEMENT: tl.constexpr = tl.uint8 if FORMAT.levels > 0 else FLOAT
     WIDTH: tl.constexpr = SIZE if FORMAT.levels > 0 else BLOCK
-    return (payload + slots.to(tl.int64) * SIZE).to(tl.pointer_type(ELEMENT))[:, None] + tl.arange(0, WIDTH)[None, :]
+    first = (payload + slots.to(tl.int64) * SIZE).to(tl.pointer_type(ELEMENT))
+    return tl.multiple_of(first, min(SIZE, 16))[:, None] + tl.arange(0, WIDTH)[None, :]
 
 
 @jit
@@ -224,7 +282,7 @@ def load_blocks(
     if FORMAT.levels == 0:
         values = encoded.to(tl.float32)
     else:
-        codes = _unpack(encoded, FORMAT.bits)
+        codes = _unpack(encoded.to(tl.int32), FORMAT.bits)
         if FORMAT.is_odd:
             q = (2 * codes - FORMAT.levels).to(tl.float32)
         elif FORMAT.is_integer:
@@ -266,14 +324,15 @@ def load_errors(
     mask,  # [N]
     ERROR: tl.constexpr,
     BLOCK: tl.constexpr,
+    PLANES: tl.constexpr,
     N: tl.constexpr,
     FULL: tl.constexpr,
 ):
     """Load the errors of blocks, fp32 or bf16: [N, BLOCK], fp32."""
+    WIDTH: tl.constexpr = BLOCK // PLANES
     errors_ptr = address.to(tl.pointer_type(ERROR))
-    pointers = tl.multiple_of(errors_ptr, 16) + tl.arange(0, N)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    errors = tl.load(pointers) if FULL else tl.load(pointers, mask=mask[:, None], other=0)
-    return errors.to(tl.float32)
+    pointers = tl.multiple_of(errors_ptr, 16) + tl.arange(0, N)[:, None] * BLOCK + tl.arange(0, WIDTH)[None, :]
+    return load_tile(pointers, tl.where(mask, BLOCK, 0), PLANES, FULL).to(tl.float32)
 
 
 @jit
@@ -286,15 +345,18 @@ def store_errors(
     step,  # int64; not read for fp32
     index,  # [N, BLOCK] int64: the place in the tensor; not read for fp32
     ERROR: tl.constexpr,
+    PLANES: tl.constexpr,
     FULL: tl.constexpr,
 ):
     """Store the errors of blocks as fp32 or bf16; those of missing elements are 0."""
+    N: tl.constexpr = error.shape[0]
+    BLOCK: tl.constexpr = error.shape[1]
+    WIDTH: tl.constexpr = BLOCK // PLANES
     pending_ptr = address.to(tl.pointer_type(ERROR))
-    columns = tl.arange(0, error.shape[1])[None, :]
-    pointers = tl.multiple_of(pending_ptr, 16) + tl.arange(0, error.shape[0])[:, None] * error.shape[1] + columns
+    pointers = tl.multiple_of(pending_ptr, 16) + tl.arange(0, N)[:, None] * BLOCK + tl.arange(0, WIDTH)[None, :]
     if not FULL:
-        error = tl.where(columns < counts[:, None], error, 0.0)
+        error = tl.where(elements(BLOCK, PLANES) < counts[:, None], error, 0.0)
     error += 0.0  # the error of -0 is 0, whatever the sign of its code
     if ERROR == tl.bfloat16:
         error = _round_to_bf16(error, random_bits_triton(key, step, index))
-    tl.store(pointers, error, mask=None if FULL else mask[:, None])
+    store_tile(pointers, tl.where(mask, BLOCK, 0), error.to(ERROR), PLANES, FULL)

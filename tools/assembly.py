@@ -4,8 +4,8 @@ The *hot path* is the path through the kernel that moves the most bytes in acces
 once: the branch for aligned data, where a kernel has two. Instructions are counted in its *hottest loop*: the one that
 moves the most bytes, if these are a fifth of the path's or more. Without such a loop the whole path is counted.
 
-An *element* is one of the largest tile that the kernel moves between global memory and a program. An iteration of a
-loop that the assembler unrolled handles several tiles.
+An *element* is one of the largest tile that the kernel moves between global memory and a program, or joins and splits
+on the way. An iteration of a loop that the assembler unrolled handles several tiles.
 
 On AMD instructions are not counted: branches become masks there, so both branches lie on one path.
 """
@@ -178,6 +178,7 @@ def _hot_path(lines: list[_Line], first: int, last: int) -> list[int]:
 
 
 _ACCESS = re.compile(r"(?:tt\.load|tt\.store|ttg\.async_copy_global_to_local)\b.*")
+_PLANES = re.compile(r"tt\.(?:join|split)\b.*")
 _TILE = re.compile(r"(?:tensor<((?:\d+x)+))?!tt\.ptr<\w*?(\d+)\w*>(?:, (#\w+|#ttg\.slice<\{dim = \d, parent = #\w+))?")
 _LAYOUT = re.compile(
     r"(#\w+) = #ttg\.blocked<\{sizePerThread = \[(.*?)\], threadsPerWarp = \[(.*?)\], warpsPerCTA = \[(.*?)\]"
@@ -195,9 +196,11 @@ class _Tiles:
         }
 
     def elements(self, line: str) -> int:
-        """Elements of the tile that a line moves; 0 if it moves none."""
+        """Elements of the tile that a line moves, joins or splits; 0 if it does not."""
         shape, _, _ = self._access(line)
-        return prod(shape) if shape else 0
+        planes = _PLANES.search(line)
+        shapes = re.findall(r"tensor<((?:\d+x)+)", planes[0]) if planes else []
+        return max([prod(shape) if shape else 0, *(prod(map(int, each.split("x")[:-1])) for each in shapes)])
 
     def thread_bytes(self, lines: list[str]) -> int:
         """Bytes that a thread moves in the lines. Threads that share an element move it all."""
