@@ -104,9 +104,12 @@ class NodeBucket:
         message_layout: position of each block in the codes of all shards.
         shard: this rank's shard, one tensor for each section.
         memory: empty; as an attribute of every bucket.
+        can_capture: False: its steps are not captured in CUDA graphs.
         inherited: errors by parameter name that the next step hands over to the ranks in whose shards they lie; then
             None.
     """
+
+    can_capture = False
 
     def __init__(
         self,

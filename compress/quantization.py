@@ -46,6 +46,7 @@ from gradwire.kernels import (
     quantize,
     random_key,
     reduce_quantized,
+    use_triton,
 )
 
 SECOND_SHOT_SALT = -1  # the first shot's salts are the ranks
@@ -353,6 +354,21 @@ class QuantizedBucket(QuantizedMessage):
             for name, error in earlier_errors(memory, names, layouts).items():
                 self.memory["errors"][name].copy_(error)
         self._names = names
+
+    @property
+    def can_capture(self) -> bool:
+        """Whether a CUDA graph of a step can serve later steps, after a `refresh`."""
+        return use_triton(self.counter.device)
+
+    def refresh(self, source: Sequence[Tensor], target: Sequence[Tensor], iteration: int) -> None:
+        """Upload the numbers that a step reads from device memory: ``counter``, addresses of gradients and results.
+
+        Then a CUDA graph of an earlier step can be replayed, if both steps are in place or both are not.
+        """
+        self.counter.fill_(iteration)
+        for section, members in zip(self.message_layout.sections, self._members, strict=True):
+            section.table.segments.packed([source[i] for i in members])
+            section.table.segments.packed_results([target[i] for i in members])
 
     def folded_errors(self) -> dict[str, Tensor]:
         """This rank's errors of both shots, by parameter name: copies, in the gradients' shapes and fp32.

@@ -7,7 +7,7 @@ world size, resynchronization after errors, pickling and telemetry follow from t
 import functools
 import logging
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -54,6 +54,22 @@ class Step(NamedTuple):
     workspace: Workspace
     source: Gradients
     target: Gradients
+
+    def in_graphs(self, start: Callable[[], Algorithm[None]], variant: Hashable = None) -> Algorithm[None]:
+        """Run an algorithm of ``memory`` in `PiecewiseGraphs`, or as it is where its kernels cannot be captured.
+
+        ``memory`` has ``can_capture``, and ``refresh`` for the numbers on the device that a replay reads.
+
+        Args:
+            start: creates the algorithm.
+            variant: the decisions of the host about this step.
+        """
+        graphs = self.workspace.graphs
+        if graphs is None or not self.memory.can_capture:
+            return start()
+        is_in_place = all(map(operator.is_, self.gradients, self.results))
+        refresh = functools.partial(self.memory.refresh, self.gradients, self.results, self.iteration)
+        return graphs.run(self.memory, (is_in_place, variant), start, refresh)
 
 
 def hook_for(kind: type["HookState"]) -> Callable[[Hook], Hook]:

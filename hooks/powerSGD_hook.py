@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, partial
-from operator import is_
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -462,9 +461,6 @@ def _powersgd(options: PowerSGDOptions, step: Step) -> Algorithm[None]:
             return alternating_all_reduce(*arguments)
         return powersgd_all_reduce(*arguments, warm_start=options.warm_start)
 
-    if options.cuda_graphs and workspace.graphs is not None and bucket.can_capture:
-        is_in_place = all(map(is_, gradients, results))
-        variant = (is_in_place, options.alternating and step.iteration % 2)
-        refresh = partial(bucket.refresh, gradients, results, step.iteration)
-        return workspace.graphs.run(bucket, variant, steps, refresh)
+    if options.cuda_graphs:
+        return step.in_graphs(steps, options.alternating and step.iteration % 2)
     return steps()

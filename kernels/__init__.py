@@ -22,7 +22,7 @@ from gradwire.kernels.block_table import (
 )
 from gradwire.kernels.counter_random import random_key, uniform
 from gradwire.kernels.delayed_scaling import MAX_EXPONENT, update_scale, update_scale_reference
-from gradwire.kernels.dispatch import WIRE_DTYPES, compute_dtype
+from gradwire.kernels.dispatch import WIRE_DTYPES, compute_dtype, use_triton
 from gradwire.kernels.flatten import (
     flatten,
     flatten_bytes,
@@ -151,4 +151,5 @@ __all__ = [
     "update_scale",
     "update_scale_reference",
     "upload",
+    "use_triton",
 ]

@@ -35,7 +35,6 @@ NUM_WARPS = 8
 TAIL_NUMEL = 1024
 # Elements per program of `reduce_quantized`: sums, random numbers and received codes are in registers at once.
 REDUCE_NUMEL = 1024
-REDUCE_WARPS = 4
 MANY_PEERS = 64  # from which on programs and chunks are a quarter as large
 # Peers whose cells `reduce_quantized` and `sum_quantized` read at a time.
 MAX_PEERS = 8
@@ -480,10 +479,10 @@ def _sum_arguments(received: Tensor, section: Section, rank: int) -> tuple[tuple
         "FORMAT": section.format,
         "BLOCK": table.block_size,
         "CHUNK": chunk,
-        "PEERS": min(next_power_of_2(world_size), MAX_PEERS),
+        "PEERS": next_power_of_2(world_size) if world_size < MAX_PEERS else MAX_PEERS,
         **_place(section, received),
         **OPTIONS,
-        "num_warps": REDUCE_WARPS * chunk // REDUCE_NUMEL,
+        "num_warps": (NUM_WARPS if section.format.planes == 1 else NUM_WARPS // 2) * chunk // REDUCE_NUMEL,
     }
 
 
@@ -515,7 +514,7 @@ def dequantize_triton(gathered: Tensor, section: Section, tensors: Sequence[Tens
     table = section.table
     with torch.cuda.device_of(gathered):
         _dequantize_kernel[(table.n_chunks,)](
-            table_ptr=table.segments.packed(tensors),
+            table_ptr=table.segments.packed_results(tensors),
             gathered_ptr=gathered,
             n_segments=len(table.lengths),
             n_chunks=table.n_chunks,

@@ -244,6 +244,12 @@ class SegmentTable:
         table._packed, table._views, table._scratch, table._scratch_views = None, None, None, []
         return table
 
+    def packed_results(self, tensors: Sequence[Tensor]) -> Tensor:
+        """`packed` for the results of a step: the same table if they are its gradients, else that of `for_results`."""
+        if self._packed is not None and self._packed.numbers == list(map(Tensor.data_ptr, tensors)):
+            return self._packed.tensor
+        return self.for_results.packed(tensors)
+
     def views(self, wire: Tensor) -> list[Tensor]:
         """Views of ``wire`` in the layouts of the tensors, complex ones as in `as_real`. The last result is cached."""
         if self._views is None or self._views[:2] != (wire.data_ptr(), wire.dtype):

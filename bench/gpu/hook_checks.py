@@ -88,12 +88,17 @@ HOOKS: dict[str, Callable[[], StateAndHook]] = {
 STEPS_BEFORE_CAPTURE = 11
 # Without "powersgd, alternating": its consecutive steps differ, and a graph replays one step.
 CAPTURED = ("allreduce", "fp16", "scaled-fp16", "int4", "powersgd", "powersgd, CUDA graphs")
-# Options and nets of hooks whose kernels are captured between collectives.
-GRAPHED: dict[str, tuple[dict[str, Any], type[Net | HalfNet]]] = {
-    **{name: (options, Net) for name, options in POWERSGD.items()},
-    "powersgd, fp16 gradients": ({}, HalfNet),
-    "powersgd, cold start": ({"warm_start": False}, Net),
-    "powersgd, dropout": ({}, DropoutNet),
+_int4 = partial(_quantized, "int4")
+# Hooks whose kernels are captured between collectives: hook, options and net.
+GRAPHED: dict[str, tuple[Callable[..., Callable[[], StateAndHook]], dict[str, Any], type[Net | HalfNet]]] = {
+    **{name: (_powersgd, options, Net) for name, options in POWERSGD.items()},
+    "powersgd, fp16 gradients": (_powersgd, {}, HalfNet),
+    "powersgd, cold start": (_powersgd, {"warm_start": False}, Net),
+    "powersgd, dropout": (_powersgd, {}, DropoutNet),
+    "int4": (_int4, {}, Net),
+    "int4, stochastic rounding, bf16 errors": (
+        *(_int4, {"stochastic_rounding": True, "error_dtype": torch.bfloat16}, HalfNet),
+    ),
 }
 
 
@@ -177,11 +182,11 @@ def hook_replays_from_a_cuda_graph(name: str, device: torch.device) -> None:
 
 def graphs_give_the_bits_of_eager_steps(name: str, device: torch.device) -> None:
     """With ``cuda_graphs=True``, kernels between collectives replay from graphs, and every step has the same bits."""
-    options, net = GRAPHED[name]
+    make, options, net = GRAPHED[name]
     steps = 2 * WARM_UP_STEPS + 8  # an alternating hook captures both kinds of steps
     for wrapper in (OurDDP, TorchDDP):
-        _, eager = train(wrapper, device, _powersgd(**options)(), net, steps)
-        _, graphs = train(wrapper, device, _powersgd(**options, cuda_graphs=True)(), net, steps)
+        _, eager = train(wrapper, device, make(**options)(), net, steps)
+        _, graphs = train(wrapper, device, make(**options, cuda_graphs=True)(), net, steps)
         workspaces = executor_for(None, device).workspaces
         captured = sum(len(workspace.graphs) for workspace in workspaces if workspace.graphs is not None)
         require(captured > 0, f"{wrapper.__name__}: no graph was captured")

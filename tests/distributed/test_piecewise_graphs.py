@@ -1,4 +1,4 @@
-"""`PowerSGDState(cuda_graphs=True)`: replayed graphs give the bits of eager steps, by a double of CUDA graphs."""
+"""States with ``cuda_graphs=True``: replayed graphs give the bits of eager steps, by a double of CUDA graphs."""
 
 import gc
 import pickle
@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from gradwire.comm import LocalTransport, Workspace, connections_of, run_algorithm
 from gradwire.comm.graphs import WARM_UP_STEPS, PiecewiseGraphs
-from gradwire.compress import LowRankBucket
+from gradwire.compress import LowRankBucket, QuantizedBucket
+from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradwire.kernels import MatrixTable, SegmentTable
 from tests.support.bits import assert_same_bits, differences
 from tests.support.graph_on_cpu import GraphOnCpu, graphs_on_cpu
@@ -32,6 +33,10 @@ CAP_MB = 0.001  # three buckets
 NAN_STEP = FIRST_REPLAY + 1
 
 
+def function_of(hook):
+    return quantization_hook if hook == "quantized" else HOOKS[hook]()
+
+
 @dataclass
 class Run:
     """Gradients of each step, memory, and the numbers of captures and replays."""
@@ -43,23 +48,27 @@ class Run:
 
 
 PARTS_OF_A_REFRESH = {
-    "counter": (torch.Tensor, "fill_"),
-    "matrices": (MatrixTable, "on_device_addresses"),
-    "others": (SegmentTable, "packed"),
+    "counter": (LowRankBucket, torch.Tensor, "fill_"),
+    "matrices": (LowRankBucket, MatrixTable, "on_device_addresses"),
+    "others": (LowRankBucket, SegmentTable, "packed"),
+    "counter of quantization": (QuantizedBucket, torch.Tensor, "fill_"),
+    "quantized gradients": (QuantizedBucket, SegmentTable, "packed"),
 }
+STATES = {"quantized": partial(QuantizationState, start_iter=START)}  # others are `new_state`
 
 
 def refresh_without(part):
-    """Leaves a part of `LowRankBucket.refresh` out, but for the first call of each bucket, before the capture."""
-    seen, whole = weakref.WeakSet(), LowRankBucket.refresh
+    """Leaves a part of the refresh of buckets out, but for the first call of each bucket, before the capture."""
+    kind, *method = PARTS_OF_A_REFRESH[part]
+    seen, whole = weakref.WeakSet(), kind.refresh
 
     def refresh(bucket, *arguments):
         is_first = bucket not in seen
         seen.add(bucket)
-        with nullcontext() if is_first else mock.patch.object(*PARTS_OF_A_REFRESH[part], lambda *_: None):
+        with nullcontext() if is_first else mock.patch.object(*method, lambda *_: None):
             whole(bucket, *arguments)
 
-    return mock.patch.object(LowRankBucket, "refresh", refresh)
+    return mock.patch.object(kind, "refresh", refresh)
 
 
 def run(
@@ -78,7 +87,7 @@ def run(
 
     Args:
         changes: attributes of the state that are set before a step, by step.
-        missing: a part of `LowRankBucket.refresh` that is left out.
+        missing: a part of the refresh that is left out.
         resume: the step before which the state is saved and loaded.
     """
     group = dist.new_group(backend=register_backend())
@@ -86,9 +95,9 @@ def run(
     kept, seen = [], []
     with gpu_on_cpu(), refresh_without(missing) if missing else nullcontext():
         ddp = WRAPPERS[wrapper](Fed(values[0][0]), process_group=group, bucket_cap_mb=CAP_MB, **ddp_options)
-        state = new_state(**(options or {}), cuda_graphs=cuda_graphs)
+        state = STATES.get(hook, new_state)(**(options or {}), cuda_graphs=cuda_graphs)
         state.process_group = group
-        register(ddp, (state, HOOKS[hook]()))
+        register(ddp, (state, function_of(hook)))
         for step, ranks in enumerate(values):
             tensors = [tensor.clone() for tensor in ranks[dist.get_rank()]]
             if step == NAN_STEP and dist.get_rank() == 0:
@@ -127,6 +136,13 @@ VARIANTS = {
     "16-bit wrapper": {"hook": "bf16_of_powersgd"},
     "bucket view": {"gradient_as_bucket_view": True},
     "static graph": {"static_graph": True},
+    "int4": {"hook": "quantized"},
+    "int8, stochastic": {
+        "hook": "quantized",
+        "options": {"wire": "int8", "stochastic_rounding": True, "error_dtype": torch.bfloat16},
+        "dtype": torch.float16,
+    },
+    "int2, no feedback": {"hook": "quantized", "options": {"wire": "int2", "use_error_feedback": False}},
 }
 
 
@@ -163,6 +179,8 @@ def test_resumed_run_gets_new_graphs_and_the_bits_of_eager_steps():
 def test_double_detects_an_incomplete_refresh(part):
     # The counter advances in the graph itself: it needs a refresh only where steps are skipped.
     case = {"options": {"warm_start": False}, "changes": {FIRST_REPLAY + 2: {"iter": 100}}}
+    if "quant" in part:
+        case = {"hook": "quantized", "options": {"stochastic_rounding": True}}
     eager, graphs = run(cuda_graphs=False, **case), run(cuda_graphs=True, missing=part, **case)
     assert graphs.replays > graphs.captures
     assert differences(graphs.gradients, eager.gradients)
@@ -319,15 +337,16 @@ def test_state_keeps_the_option_when_pickled_and_no_graph():
     assert "cuda_graphs" not in state.settings()
 
 
+@pytest.mark.parametrize("hook", ["powersgd", "quantized"])
 @on_ranks(2)
-def test_state_warns_where_graphs_have_no_effect():
+def test_state_warns_where_graphs_have_no_effect(hook):
     values = noise(dist.get_world_size(), START + 2, SHAPES)
     ddp = WRAPPERS["gradwire"](Fed(values[0][0]))
-    register(ddp, (new_state(cuda_graphs=True), HOOKS["powersgd"]()))
+    register(ddp, (STATES.get(hook, new_state)(cuda_graphs=True), function_of(hook)))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for ranks in values:
             ddp(*ranks[dist.get_rank()]).backward()
     messages = [str(warning.message) for warning in caught]
     (message,) = [each for each in messages if "cuda_graphs" in each]
-    assert "no effect for torch.float32 gradients on cpu" in message
+    assert "no effect" in message and "on cpu" in message and "Triton's kernels" in message

@@ -50,6 +50,7 @@ BAD_OPTIONS = {
         "stochastic_rounding": NO_FLAG,
         "error_dtype": ["float32", torch.float16, torch.float64, None, 32],
         "seed": NO_WHOLE_NUMBER,
+        "cuda_graphs": NO_FLAG,
     },
     ScaledCastState: SCALING,
     DelayedScaling: SCALING,

@@ -1,4 +1,4 @@
-"""A replay of PowerSGD's kernels in CUDA graphs gives the bits of an eager step, by a double of graphs.
+"""Kernels replayed in CUDA graphs give the bits of eager steps of PowerSGD and of quantization, with a double of graphs.
 
 In Triton's interpreter the double records launches, whose kernels read the addresses of gradients in device memory.
 """
@@ -11,7 +11,16 @@ import torch
 
 from gradwire.comm import LocalTransport, Workspace, graphs, run_algorithm
 from gradwire.comm.graphs import PiecewiseGraphs
-from gradwire.compress import LowRankBucket, LowRankPolicy, alternating_all_reduce, powersgd_all_reduce
+from gradwire.compress import (
+    LowRankBucket,
+    LowRankPolicy,
+    Quantization,
+    QuantizedBucket,
+    WirePolicy,
+    alternating_all_reduce,
+    powersgd_all_reduce,
+    quantized_all_reduce,
+)
 from gradwire.kernels import WIRE_FORMATS, Operands
 from tests.support.graph_on_cpu import graphs_on_cpu
 
@@ -27,12 +36,29 @@ CASES = {
 }
 
 
-def run(case, in_place, cuda_graphs):
-    """The results of every step, and all memory at the end."""
+QUANTIZED = {
+    "int4": ("int4", torch.float32, Quantization()),
+    "int8, stochastic": ("int8", torch.float16, Quantization(stochastic_rounding=True, error_dtype=torch.bfloat16)),
+}
+
+
+def new_bucket(case, transport):
+    """The algorithm, a bucket, and the dtype of its gradients."""
+    if case in QUANTIZED:
+        wire, dtype, quantization = QUANTIZED[case]
+        layouts = [torch.empty(shape, dtype=dtype) for shape in SHAPES]
+        formats = WirePolicy(wire=wire).wire_formats(layouts)
+        return quantized_all_reduce, QuantizedBucket(layouts, formats, transport, quantization), dtype
     algorithm, rank, dtype, options = CASES[case]
     layouts = [torch.empty(shape, dtype=dtype) for shape in SHAPES]
-    bucket = LowRankBucket(layouts, LowRankPolicy(rank=rank, min_compression_rate=1).matrix_shapes(layouts), **options)
+    shapes = LowRankPolicy(rank=rank, min_compression_rate=1).matrix_shapes(layouts)
+    return algorithm, LowRankBucket(layouts, shapes, **options), dtype
+
+
+def run(case, in_place, cuda_graphs):
+    """The results of every step, and all memory at the end."""
     workspace, transport = Workspace(torch.device("cpu"), PiecewiseGraphs()), LocalTransport()
+    algorithm, bucket, dtype = new_bucket(case, transport)
     generator = torch.Generator().manual_seed(0)
     kept, seen, period = [], [], 1 + (algorithm is alternating_all_reduce)
     for iteration in range(STEPS * period):
@@ -51,7 +77,8 @@ def run(case, in_place, cuda_graphs):
 
 @pytest.mark.parametrize("in_place", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case in ("rank 10", "fp16"))) for case in CASES]
+    "case",
+    [pytest.param(case, marks=[pytest.mark.slow] * (case in ("rank 10", "fp16"))) for case in [*CASES, *QUANTIZED]],
 )
 def test_replays_give_the_bits_of_eager_steps(monkeypatch, case, in_place):
     monkeypatch.setattr(graphs, "WARM_UP_STEPS", 1)

@@ -177,8 +177,8 @@ def _by_block_addresses(kernel: Kernel, position: int) -> Kernel:
     """A kernel of a `Section`, with tensors as argument ``position``; replays find them by their addresses."""
 
     def call(*arguments: Any) -> None:
-        tensors, section = arguments[position], arguments[1]
-        packed = section.table.segments.packed(tensors)  # eager steps upload, too
+        tensors, segments = arguments[position], arguments[1].table.segments
+        packed = (segments.packed_results if position == 2 else segments.packed)(tensors)  # eager steps upload, too
         if GraphOnCpu.under_way is None:
             kernel(*arguments)
             return
@@ -238,6 +238,7 @@ def graphs_on_cpu() -> Iterator[type[GraphOnCpu]]:
         (quantize, "quantize_cpu", partial(_by_block_addresses, position=0)),
         (quantize, "reduce_quantized_cpu", _recorded),
         (quantize, "dequantize_cpu", partial(_by_block_addresses, position=2)),
+        (quantize, "commit_errors_cpu", _recorded),
         (program_table.Upload, "_write", _refuse_uploads),
     ]
     if is_interpreted():
@@ -255,6 +256,7 @@ def graphs_on_cpu() -> Iterator[type[GraphOnCpu]]:
             (powersgd, "is_capturing", is_capturing),
             (quantization, "is_capturing", is_capturing),
             (powersgd.LowRankBucket, "can_capture", True),
+            (quantization.QuantizedBucket, "can_capture", True),
             (Workspace, "_is_capturing", is_capturing),
         ):
             patches.enter_context(mock.patch.object(owner, name, stand_in))
