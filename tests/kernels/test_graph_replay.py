@@ -1,4 +1,4 @@
-"""Kernels replayed in CUDA graphs give the bits of eager steps of PowerSGD and of quantization, with a double of graphs.
+"""Kernels replayed in CUDA graphs give the bits of eager steps of PowerSGD and quantization, with a double of graphs.
 
 In Triton's interpreter the double records launches, whose kernels read the addresses of gradients in device memory.
 """
