@@ -310,6 +310,17 @@ class LocalTransport(Transport):
         collective.run_alone()
 
 
+class IdleTransport(Transport):
+    """Collectives that do nothing, in the world of another transport: for the kernels of an algorithm alone."""
+
+    def __init__(self, other: Transport) -> None:
+        super().__init__(other.world_size, other.rank)
+        self.local_size = other.local_size
+
+    def run(self, collective: Collective) -> None:  # noqa: D102
+        pass
+
+
 class GroupTransport(Transport):
     """Collectives over one process group.
 

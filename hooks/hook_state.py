@@ -16,12 +16,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from gradwire.comm import Algorithm, Transport, Workspace
+from gradwire.comm import Algorithm, IdleTransport, Transport, Workspace, executor_for, run_algorithm
 from gradwire.compress import Gradients, cast_all_reduce
 from gradwire.compress._validation import check_whole_number
-from gradwire.hooks._bucket import GradBucket, bucket_dtype, ddp_hook, is_sparse, reduce_bucket, zero_copy
+from gradwire.hooks._bucket import (
+    GradBucket,
+    bucket_device,
+    bucket_dtype,
+    ddp_hook,
+    is_sparse,
+    reduce_bucket,
+    zero_copy,
+)
 from gradwire.hooks._checkpoint import MAX_COUNT, Checkpointed, Memory, check_count, option_values
 from gradwire.hooks._parameter_names import is_number, plain_name
+from gradwire.kernels import dispatch, gradient_layout, is_capturing
 
 __all__ = ["HookState", "Memory", "Step", "hook_for"]
 
@@ -130,6 +139,8 @@ class HookState(Checkpointed):
     Attributes:
         memory: declarations by name of the entry in a checkpoint.
         local_options: names of the options that may differ between ranks.
+        compiles_early: whether plain steps run the algorithm once on zeros, for every bucket, so that Triton compiles
+            its kernels then. The algorithm must change nothing but its `Step`.
         options: the options. May be replaced between two steps, equally on all ranks.
         process_group: the ranks to average over; None for the model's.
         iter: number of steps so far. Must be equal on all ranks, which compare it in the step after an assignment.
@@ -140,6 +151,7 @@ class HookState(Checkpointed):
     """
 
     local_options: ClassVar[frozenset[str]] = frozenset()
+    compiles_early: ClassVar[bool] = False
 
     def __init__(self, hook: str, process_group: dist.ProcessGroup | None = None, options: Any = None) -> None:
         super().__init__(hook, process_group, options)
@@ -150,6 +162,7 @@ class HookState(Checkpointed):
         self._applied: dict[str, object] | None = None  # settings for which the buckets were made
         self._patterns_match = False  # whether every name pattern in the options is known to match a parameter
         self._has_announced_start = False
+        self._compiled: set[object] = set()  # names and dtypes of the buckets whose kernels are compiled
 
     def __repr__(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in option_values(self.options).items())
@@ -259,6 +272,8 @@ class HookState(Checkpointed):
         iteration, memory = self._iter, None
         if iteration >= self._start and not is_sparse(bucket):
             memory = self.prepare(bucket, names, group)
+        elif self.compiles_early and not is_sparse(bucket):
+            self._compile(bucket, names, group, algorithm)
 
         def on_tensors(
             source: Gradients, target: Gradients, transport: Transport, workspace: Workspace
@@ -287,6 +302,33 @@ class HookState(Checkpointed):
         if kept is None or kept[0] != made_for:
             kept = self._buckets[names] = (made_for, self.new_bucket(bucket, names, group))
         return kept[1]
+
+    def _compile(
+        self,
+        bucket: GradBucket,
+        names: tuple[str, ...],
+        group: dist.ProcessGroup,
+        algorithm: Callable[[Step], Algorithm[None]],
+    ) -> None:
+        """Run ``algorithm`` on zeros, without collectives, with memory of its own, if Triton would compile for it."""
+        device, key = bucket_device(bucket), (names, bucket_dtype(bucket))
+        if key in self._compiled or not dispatch.use_triton(device) or is_capturing(device):
+            return
+        self._compiled.add(key)
+        transport = IdleTransport(executor_for(group, device).transport)
+        kept, self._tensors = self._tensors, {entry: {} for entry in self.memory}
+        try:
+            parameters = [gradient_layout(parameter) for parameter in bucket.parameters()]
+            memory = self.make_bucket(parameters, bucket_dtype(bucket), names, transport)
+        finally:
+            self._tensors = kept
+        if memory is None:
+            return
+        layout = memory.layout
+        zeros = layout.views(torch.zeros(layout.numel, dtype=layout.dtype, device=device))
+        gradients = Gradients(zeros, layout)
+        step = Step(zeros, zeros, names, memory, self._iter, transport, Workspace(device), gradients, gradients)
+        run_algorithm(algorithm(step), transport)
 
     def enter(self, bucket: GradBucket) -> tuple[dist.ProcessGroup, tuple[str, ...]]:
         """Compare the settings with the other ranks, and return the process group and the parameter names of a bucket.

@@ -213,6 +213,7 @@ class PowerSGDState(HookState):
         "p": Memory(merge="same", shape=None),
     }
     local_options = frozenset({"compression_stats_logging_frequency", "cuda_graphs"})
+    compiles_early = True
     options: PowerSGDOptions
 
     def __init__(

@@ -204,6 +204,7 @@ class QuantizationState(HookState):
     __module__ = "gradwire.hooks.quantization_hooks"  # the import path, also in pickles
     memory: ClassVar[Mapping[str, Memory]] = {ERRORS: Memory(merge="sum", dtype=torch.float32)}
     local_options = frozenset({"cuda_graphs"})
+    compiles_early = True
     options: QuantizationOptions
 
     def __init__(
