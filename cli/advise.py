@@ -225,7 +225,12 @@ def print_advice(
         for row, each in zip(rows, ranked, strict=True):
             row.append(f"{price * each.network_bytes / 1e6:,.2f}")
     print_tables([Table(title="", headers=headers, rows=rows, styles=styles)], console)
-    console.print(f"{advice.headline}: {advice.reason}.", style="bold", highlight=False, markup=False, soft_wrap=True)
+    text = f"{advice.headline}: {advice.reason}."
+    if advice.buckets is not None:
+        cap_mb, step_seconds = advice.buckets
+        text += f" Pass bucket_cap_mb={cap_mb} to DistributedDataParallel: fewer messages wait for the latency of the "
+        text += f"network, and a step takes {1e3 * step_seconds:.1f} ms."
+    console.print(text, style="bold", highlight=False, markup=False, soft_wrap=True)
     if code := HOOKS[advice.recommended].code:
         console.print(f"\n{code}", highlight=False, markup=False, soft_wrap=True)
 
@@ -260,6 +265,7 @@ def to_json(measured: Measurement, advice: Advice) -> str:
     content: dict[str, Any] = {
         "recommended": advice.recommended,
         "reason": advice.reason,
+        "bucket_cap_mb": None if advice.buckets is None else advice.buckets.cap_mb,
         "code": HOOKS[advice.recommended].code,
         "predictions": predictions,
         "measurement": _plain(asdict(measured)),

@@ -150,6 +150,33 @@ def step_seconds(model: ModelCost, hook: HookCost, link: Link) -> float:
     return max(end, computed + sum(sum(bucket.latency) + sum(bucket.busy) for bucket in exposed))
 
 
+def with_larger_buckets(model: ModelCost, hook: HookCost, factor: int) -> tuple[ModelCost, HookCost]:
+    """The costs if each bucket takes the place of ``factor`` consecutive ones; the last bucket is whole.
+
+    It sends as many messages as one of them, with the bytes of all, and is ready when the last of them is. Buckets with
+    different messages, such as one that a hook leaves uncompressed, stay apart.
+    """
+    groups: list[list[int]] = []
+    for i in reversed(range(len(hook.buckets))):
+        kinds = [message.kind for message in hook.buckets[i].messages]
+        if groups and len(groups[0]) < factor and kinds == [m.kind for m in hook.buckets[groups[0][0]].messages]:
+            groups[0].insert(0, i)
+        else:
+            groups.insert(0, [i])
+    buckets = []
+    for group in groups:
+        parts = [hook.buckets[i] for i in group]
+        messages = tuple(
+            Message(each[0].kind, sum(message.nbytes for message in each))
+            for each in zip(*(part.messages for part in parts), strict=True)
+        )
+        compute = tuple(map(sum, zip(*(part.compute for part in parts), strict=True)))
+        launch, finish = sum(part.launch for part in parts), sum(part.finish for part in parts)
+        buckets.append(BucketCost(launch, compute, messages, finish))
+    ready = tuple(model.ready[group[-1]] for group in groups)
+    return replace(model, ready=ready), replace(hook, buckets=tuple(buckets))
+
+
 def break_even(model: ModelCost, hook: HookCost, plain: HookCost, link: Link) -> float | None:
     """The bandwidth in bits per second below which a step with ``hook`` is shorter than with ``plain``.
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from gradwire.planner.hook_registry import display_name
+from gradwire.planner.compute_probe import FIRST_COMPRESSED
+from gradwire.planner.hook_registry import HOOKS, display_name
 from gradwire.planner.link_probe import bytes_out_of_node
-from gradwire.planner.model import HookCost, Link, break_even, step_seconds
+from gradwire.planner.model import HookCost, Link, ModelCost, break_even, step_seconds, with_larger_buckets
 from gradwire.planner.probe import CAST, PLAIN, Measurement
 
-WORTHWHILE = 1.05  # smallest speed-up for which a hook is recommended
+WORTHWHILE = 1.05  # smallest speed-up for which a hook, or larger buckets, are recommended
+DEFAULT_CAP_MB = 25  # of DistributedDataParallel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,11 +31,19 @@ class Prediction:
     memory_bytes: int  # states and wire buffers
 
 
+class LargerBuckets(NamedTuple):
+    """Larger buckets for a hook: fewer messages, which wait less often for the latency of the network."""
+
+    cap_mb: int  # `bucket_cap_mb` of DistributedDataParallel
+    step_seconds: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class Advice:
     predictions: tuple[Prediction, ...]  # one for each hook
     recommended: str  # name of a hook; `PLAIN` for none
     reason: str  # the reason, as part of a sentence
+    buckets: LargerBuckets | None  # larger buckets for it; None: they are not worthwhile
 
     @property
     def headline(self) -> str:
@@ -64,7 +75,22 @@ def advise(measured: Measurement) -> Advice:
         for name, hook in by_name.items()
     )
     recommended, reason = _recommend(predictions)
-    return Advice(predictions=predictions, recommended=recommended, reason=reason)
+    buckets = larger_buckets(measured.model, by_name[recommended], measured.link)
+    return Advice(predictions=predictions, recommended=recommended, reason=reason, buckets=buckets)
+
+
+def larger_buckets(model: ModelCost, hook: HookCost, link: Link) -> LargerBuckets | None:
+    """Buckets with which a step is `WORTHWHILE` times as fast as with the hook's, and no larger than is needed."""
+    registered = HOOKS[hook.name].make(None, FIRST_COMPRESSED)
+    preferred = getattr(registered and registered[0], "preferred_bucket_cap_mb", None) or DEFAULT_CAP_MB
+    factor = preferred // DEFAULT_CAP_MB
+    best, least = None, step_seconds(*with_larger_buckets(model, hook, factor), link)
+    while factor < len(hook.buckets):
+        factor *= 2
+        seconds = step_seconds(*with_larger_buckets(model, hook, factor), link)
+        if seconds * WORTHWHILE <= least:
+            best, least = LargerBuckets(factor * DEFAULT_CAP_MB, seconds), seconds
+    return best
 
 
 def _network_bytes(hook: HookCost, link: Link) -> int:

@@ -16,6 +16,7 @@ from gradwire.planner.model import (
     Overlap,
     break_even,
     step_seconds,
+    with_larger_buckets,
 )
 
 KINDS = ("all-reduce float32", "all-to-all")
@@ -146,6 +147,29 @@ def test_step_of_four_buckets_is_that_worked_out_by_hand(overlap, expected):
     bucket = BucketCost(1, (6, 1, 1), (Message(KINDS[0], 4), Message(KINDS[1], 1)), 1)
     hook = HookCost(name="a hook", buckets=(bucket,) * 4, memory_bytes=0)
     assert step_seconds(model, hook, fast_link(latency=2.0, per_byte=1.0)) == expected
+
+
+@given(cases(), st.integers(1, 6))
+@settings(deadline=None)
+def test_larger_buckets_send_the_same_bytes_in_fewer_messages(case, factor):
+    model, hook, _ = case
+    larger_model, larger = with_larger_buckets(model, hook, factor)
+    assert larger.payload_bytes == hook.payload_bytes
+    assert len(larger_model.ready) == len(larger.buckets) <= len(hook.buckets)
+    assert larger_model.ready[-1] == model.ready[-1]
+    computed = [
+        sum(sum(bucket.compute) + bucket.launch + bucket.finish for bucket in h.buckets) for h in (hook, larger)
+    ]
+    assert computed[0] == pytest.approx(computed[1])
+    if factor == 1:
+        assert larger.buckets == hook.buckets
+
+
+def test_three_buckets_become_a_small_first_one_and_one_of_two():
+    model = ModelCost(forward=1, backward=3, ready=(1, 2, 3), gradient_bytes=1, overlap=Overlap.EVERYTHING)
+    larger_model, larger = with_larger_buckets(model, plain(model, 10), 2)
+    assert larger_model.ready == (1, 3)
+    assert [[message.nbytes for message in bucket.messages] for bucket in larger.buckets] == [[10], [20]]
 
 
 @pytest.mark.parametrize(
