@@ -12,6 +12,7 @@ gradients, which loses nothing: gradient + error is the same in every step.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from statistics import mean
 from typing import Any
@@ -222,7 +223,7 @@ def _ours(hook: str, shapes: Sequence[Sequence[Shape]], device: torch.device, cu
     registration = HOOKS[hook].make(default_group(), FIRST_COMPRESSED)
     assert registration is not None
     if cuda_graphs:
-        registration[0].cuda_graphs = True
+        registration[0].options = replace(registration[0].options, cuda_graphs=True)
     step = _warm(HookStep(registration, shapes, device, is_flat=False))
     step.check(HOOKS[hook].wire)
     return step
@@ -245,7 +246,7 @@ def hook_step(hook: str, model: str, device: torch.device) -> list[Row]:
     """Check gradwire's hook on the gradients of a model, then time it and PyTorch's, interleaved."""
     shapes = _buckets(hook, model, device)
     steps = {GRADWIRE: _ours(hook, shapes, device), **_theirs(hook, shapes, device)}
-    if hasattr(steps[GRADWIRE].state, "cuda_graphs"):
+    if hasattr(getattr(steps[GRADWIRE].state, "options", None), "cuda_graphs"):
         steps[GRAPHS] = _ours(hook, shapes, device, cuda_graphs=True)
     timings = {name: [] for name in steps}  # type: ignore[var-annotated]
     for turn in range(ROUNDS):
