@@ -16,7 +16,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import gradwire
 from gradwire.bench.shapes import buckets, gpt2
 from gradwire.comm import Workspace, graphs
-from gradwire.compress import LowRankBucket, LowRankPolicy, Quantization, powersgd_all_reduce
+from gradwire.compress import (
+    LowRankBucket,
+    LowRankPolicy,
+    Quantization,
+    QuantizedBucket,
+    WirePolicy,
+    powersgd_all_reduce,
+    quantized_all_reduce,
+)
 from gradwire.kernels import SegmentTable, flatten, unflatten
 from tests.kernels.empty_driver import empty_gpu
 from tests.kernels.test_variants import TRANSPORT, cast, powersgd, quantized
@@ -91,26 +99,36 @@ class EmptyGraph:
         EmptyGraph.replays += 1
 
 
-def replayed_powersgd(tensors, monkeypatch):
-    """Steps of PowerSGD that replay CUDA graphs from the third one on."""
+def low_rank(tensors):
+    return powersgd_all_reduce, LowRankBucket(tensors, LowRankPolicy(rank=4).matrix_shapes(tensors))
+
+
+def in_int4(tensors):
+    formats = WirePolicy(wire="int4").wire_formats(tensors)
+    return quantized_all_reduce, QuantizedBucket(tensors, formats, TRANSPORT, Quantization())
+
+
+def replayed(make, tensors, monkeypatch):
+    """Steps that replay CUDA graphs from the third one on."""
     monkeypatch.setattr(graphs, "WARM_UP_STEPS", 1)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", EmptyGraph)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     workspace = Workspace(torch.device("cpu"), graphs.PiecewiseGraphs())
-    bucket = LowRankBucket(tensors, LowRankPolicy(rank=4).matrix_shapes(tensors))
+    algorithm, bucket = make(tensors)
 
     def step(number):
-        steps = partial(powersgd_all_reduce, bucket, tensors, tensors, number, TRANSPORT, workspace)
+        steps = partial(algorithm, bucket, tensors, tensors, number, TRANSPORT, workspace)
         return workspace.graphs.run(bucket, None, steps, partial(bucket.refresh, tensors, tensors, number))
 
     return step
 
 
-def test_replayed_step_of_a_bucket_keeps_to_its_budget(monkeypatch):
+@pytest.mark.parametrize(("make", "budget"), [(low_rank, 32), (in_int4, 18)])
+def test_replayed_step_of_a_bucket_keeps_to_its_budget(monkeypatch, make, budget):
     tensors = [torch.empty(shape) for shape in buckets(gpt2, 25 << 20)[5]]
     with empty_gpu() as driver:
-        step = replayed_powersgd(tensors, monkeypatch)
+        step = replayed(make, tensors, monkeypatch)
         for number in range(3):
             run(step(number))
         launches, replays = len(driver.launches), EmptyGraph.replays
@@ -119,7 +137,8 @@ def test_replayed_step_of_a_bucket_keeps_to_its_budget(monkeypatch):
         assert len(driver.launches) == launches
         assert EmptyGraph.replays == replays + 1, "one for each part; these collectives suspend nothing"
         assert allocations.counts.total() == 0
-        assert calls_of(lambda: run(step(4))) <= 32
+        calls = calls_of(lambda: run(step(4)))
+        assert calls <= budget, calls
 
 
 @pytest.mark.parametrize("hook", BUDGETS)
