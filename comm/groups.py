@@ -5,15 +5,16 @@ from __future__ import annotations
 import ctypes
 import os
 import socket
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
 
-from gradwire.comm.store_collectives import DEFAULT_TIMEOUT, wait_for_ranks
+from gradwire.comm.store_collectives import DEFAULT_TIMEOUT, get_all, wait_for_ranks
 from gradwire.comm.torch_internals import GlooGroup, PrefixStore, Store, device_timeouts, gloo_options
 
 DESTROY_SECONDS = 1.0  # longest wait for the end of a group whose connections are cut
@@ -25,11 +26,20 @@ def is_gloo_on_cpu(group: dist.ProcessGroup) -> bool:
     return backends.get("cpu") == "gloo"
 
 
+_MIN_RTT = slice(148, 152)  # tcpi_min_rtt of Linux's struct tcp_info: microseconds
+_UNKNOWN_RTT = 2**32 - 1
+
+
 class OwnGroup(GlooGroup):  # type: ignore[misc]
     """A gloo group that only gradwire uses, and whose connections it can `cut`.
 
     gloo cannot cancel a collective: one that waits for a lost rank blocks, with its group, until the timeout.
+
+    Attributes:
+        round_trip: seconds of a round trip between the two ranks that are farthest apart, equal on all ranks.
     """
+
+    round_trip = 0.0
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         before = _epolls()
@@ -42,12 +52,30 @@ class OwnGroup(GlooGroup):  # type: ignore[misc]
 
     def cut(self) -> None:
         """Shut down all sockets: collectives in flight fail at once, here and on the peers. No effect without /proc."""
+        for connection in self._connections():
+            with suppress(OSError):  # closed meanwhile
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def own_round_trip(self) -> float:
+        """Seconds of this rank's longest round trip: of each connection the shortest that the kernel has seen.
+
+        Acknowledgements are the kernel's, so a busy process does not make it longer. 0 without /proc.
+        """
+        trips = [0]
+        for connection in self._connections():
+            with suppress(OSError):
+                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _MIN_RTT.stop)
+                trips.append(int.from_bytes(info[_MIN_RTT], sys.byteorder))
+        return 1e-6 * max(trip for trip in trips if trip < _UNKNOWN_RTT)
+
+    def _connections(self) -> Iterator[socket.socket]:
+        """The sockets that connect this rank with others, each open until the next is taken."""
         for descriptor in [descriptor for epoll in self._epolls for descriptor in _watched(epoll)]:
             with suppress(OSError):  # closed meanwhile; or gloo's listener, which has no peer and must stay open
                 if _target(descriptor).startswith("socket:"):
                     with socket.socket(fileno=os.dup(descriptor)) as connection:
                         connection.getpeername()
-                        connection.shutdown(socket.SHUT_RDWR)
+                        yield connection
 
 
 def _epolls() -> set[int]:
@@ -90,24 +118,29 @@ def duplicate_group(group: dist.ProcessGroup, store: Store, key: str, check: Cal
     # Creating a gloo group blocks and cannot be interrupted, so the ranks meet in the store first. And they meet again
     # afterwards: a rank that closed its group at once would leave another one connecting until gloo's timeout.
     _meet(group, store, f"{key}/begins", timeout, check)
-    own: list[dist.ProcessGroup] = [OwnGroup(PrefixStore(key, store), group.rank(), group.size(), timeout)]
+    made = OwnGroup(PrefixStore(key, store), group.rank(), group.size(), timeout)
+    own: list[dist.ProcessGroup] = [made]
     try:
-        _meet(group, store, f"{key}/connected", timeout, check)
+        trips = _meet(group, store, f"{key}/connected", timeout, check, str(made.own_round_trip()))
     except BaseException:
         destroy(own)
         raise
-    return own[0]
+    made.round_trip = max(map(float, trips))
+    return made
 
 
-def _meet(group: dist.ProcessGroup, store: Store, key: str, timeout: timedelta, check: Callable[[], None]) -> None:
-    """Wait until every rank has made the same call."""
+def _meet(
+    group: dist.ProcessGroup, store: Store, key: str, timeout: timedelta, check: Callable[[], None], value: str = ""
+) -> list[str]:
+    """Wait until every rank has made the same call; return the values of all."""
     keys = [f"{key}/{rank}" for rank in range(group.size())]
-    store.set(keys[group.rank()], "")
+    store.set(keys[group.rank()], value)
     if missing := wait_for_ranks(group, store, keys, timeout, check):
         raise RuntimeError(
             f"Ranks {missing} have not begun to exchange gradients within {timeout}, as this rank has. Use "
             "the same model, wrapper and hook on every rank."
         )
+    return get_all(store, keys)
 
 
 def destroy(last: list[dist.ProcessGroup]) -> None:

@@ -32,6 +32,8 @@ FORGOTTEN_AWAIT = (
     "each of them: await step.transport.all_reduce(tensor)."
 )
 MAX_CELL_BYTES = 1 << 16  # at 1 Gb/s, gloo's announcements take longer than the data of cells below half of this
+# An announcement takes a round trip, in which a link of 200 Mb/s sends as many bytes.
+CELL_BYTES_PER_SECOND = 25e6
 
 
 class Collective(ABC):
@@ -228,12 +230,14 @@ class Transport:
             counts half of the message, of which it sends (n - 1) / n.
         n_created: number of collectives created so far, awaited or not.
         local_size: number of ranks on each node, if nodes have equally many and consecutive ones; else 1.
+        round_trip: seconds of a round trip between the two ranks that are farthest apart; 0 if it is not known.
     """
 
     def __init__(self, world_size: int, rank: int = 0) -> None:
         self.world_size = world_size
         self.rank = rank
         self.local_size = 1
+        self.round_trip = 0.0
         self.payload_bytes = 0
         self.n_created = 0
         self._latest_sparse: list[Future[Any]] = []  # empty or one: see `AllReduce`
@@ -329,6 +333,7 @@ class GroupTransport(Transport):
 
     def __init__(self, group: dist.ProcessGroup, check: Callable[[], None] = lambda: None) -> None:
         super().__init__(group.size(), group.rank())
+        self.round_trip = getattr(group, "round_trip", 0.0)
         self._check = check
         self._group: dist.ProcessGroup | None = group
 
@@ -346,7 +351,7 @@ class GroupTransport(Transport):
         """Number of pieces into which to cut a message: several on gloo, 1 on other backends."""
         # PyTorch does not know gradwire's own groups, which are gloo's.
         is_gloo = isinstance(self.group, OwnGroup) or dist.get_backend(self.group) == "gloo"
-        return pieces_on_gloo(nbytes, self.world_size) if is_gloo else 1
+        return pieces_on_gloo(nbytes, self.world_size, self.round_trip) if is_gloo else 1
 
     def run(self, collective: Collective) -> None:
         """Run a collective in the current stream of its CUDA tensors."""
@@ -420,9 +425,10 @@ class PartialTransport(Transport):
         return self._whole._created(collective)
 
 
-def pieces_on_gloo(nbytes: int, world_size: int) -> int:
-    """Number of pieces into which gloo's messages are cut; see `Transport.pieces`."""
-    return 1 if world_size == 1 else max(1, min(MAX_PIECES, -(-nbytes // (world_size * MAX_CELL_BYTES))))
+def pieces_on_gloo(nbytes: int, world_size: int, round_trip: float = 0.0) -> int:
+    """Number of pieces into which gloo's messages are cut; see `Transport.pieces` and `Transport.round_trip`."""
+    cell_bytes = max(MAX_CELL_BYTES, int(round_trip * CELL_BYTES_PER_SECOND))
+    return 1 if world_size == 1 else max(1, min(MAX_PIECES, -(-nbytes // (world_size * cell_bytes))))
 
 
 def run_algorithm(algorithm: Algorithm[T], transport: Transport) -> T:

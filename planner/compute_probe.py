@@ -114,15 +114,17 @@ def _all_agree(is_done: bool, group: dist.ProcessGroup, device: torch.device) ->
 class EqualRanks(Transport):
     """Collectives of ranks that all send the same values, simulated in one process, with gloo's pieces or without."""
 
-    def __init__(self, world_size: int, is_gloo: bool, device: torch.device, local_size: int = 1) -> None:
+    def __init__(
+        self, world_size: int, is_gloo: bool, device: torch.device, local_size: int = 1, round_trip: float = 0.0
+    ) -> None:
         super().__init__(world_size)
-        self.local_size = local_size
+        self.local_size, self.round_trip = local_size, round_trip
         self._is_gloo, self._device = is_gloo, device
         self.marks: list[Mark] = []  # before and after each collective
         self.messages: list[Message] = []
 
     def pieces(self, nbytes: int) -> int:
-        return pieces_on_gloo(nbytes, self.world_size) if self._is_gloo else 1
+        return pieces_on_gloo(nbytes, self.world_size, self.round_trip) if self._is_gloo else 1
 
     def run(self, collective: Collective) -> None:
         self.marks.append(Mark(self._device))
@@ -186,9 +188,10 @@ class HookProbe:
         world_size: int,
         device: torch.device,
         local_size: int = 1,
+        round_trip: float = 0.0,
     ) -> None:
         self._name, self._gradients, self._device = name, buckets.gradients, device
-        transport = EqualRanks(world_size, dist.get_backend(group) == "gloo", device, local_size)
+        transport = EqualRanks(world_size, dist.get_backend(group) == "gloo", device, local_size, round_trip)
         self._executor = TimingExecutor(transport, device)
         connections_of(group).replace_executor(self._executor, device)
         self._buckets = [DenseBucket(spec, as_view=False) for spec in buckets.specs]

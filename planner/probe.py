@@ -78,15 +78,17 @@ def measure(
     own = dist.new_group()  # its executor is replaced
     assert isinstance(own, dist.ProcessGroup)
     if given is None:
-        local_size = executor_for(own, device).transport.local_size
+        transport = executor_for(own, device).transport
+        local_size, round_trip = transport.local_size, transport.round_trip
     else:
-        local_size = ranks_per_node if ranks_per_node < world_size else 1
+        local_size, round_trip = (ranks_per_node if ranks_per_node < world_size else 1), 2 * given.latency
     costs = []
     with _frozen_heap():
         for name in names:
             progress(f"hook {name}")
             dist.barrier(group)
-            costs.append(HookProbe(name, buckets, own, world_size, device, local_size).measure(HOOK_BUDGET))
+            probe = HookProbe(name, buckets, own, world_size, device, local_size, round_trip)
+            costs.append(probe.measure(HOOK_BUDGET))
     dist.destroy_process_group(own)
     gathered = _gathered((model, tuple(costs)))
     model, slowest = _slowest(gathered)

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from gradwire.comm import GroupTransport, LocalTransport, Transport, run_algorithm
 from gradwire.comm.connections import connections_of, executor_for
-from gradwire.comm.transport import MAX_CELL_BYTES, MAX_PIECES, clear_frames
-from tests.support.ranks import on_ranks
+from gradwire.comm.transport import MAX_CELL_BYTES, MAX_PIECES, clear_frames, pieces_on_gloo
+from tests.support.ranks import from_all_ranks, on_ranks
 
 CPU = torch.device("cpu")
 LIMIT = timedelta(minutes=1)
@@ -176,6 +176,19 @@ def test_number_of_pieces_follows_the_size_of_the_message():
     expected = [1, 1, 1, 2, 2, 3, MAX_PIECES, MAX_PIECES] if size > 1 else [1] * len(sizes)
     for transport in (connections_of(None).transport("two shots", CPU), GroupTransport(dist.group.WORLD)):
         assert [transport.pieces(nbytes) for nbytes in sizes] == expected
+
+
+def test_cell_has_the_bytes_that_a_fast_link_sends_in_a_round_trip():
+    """At 40 ms, a message of 1 MB a rank is not cut, and one of 8 MB has 8 pieces."""
+    assert [pieces_on_gloo(2 * nbytes, 2, round_trip=0.04) for nbytes in (10**6, 2 * 10**6, 8 * 10**6)] == [1, 2, 8]
+    assert pieces_on_gloo(1 << 20, 2, round_trip=1e-4) == pieces_on_gloo(1 << 20, 2) == 8
+
+
+@on_ranks(2, 3)
+def test_ranks_know_one_round_trip_which_is_short_on_one_machine():
+    transport = connections_of(None).transport("round trip", CPU)
+    assert 0 < transport.round_trip < 0.01
+    assert len(set(from_all_ranks(transport.round_trip))) == 1
 
 
 def test_single_process_cuts_no_message():
