@@ -315,14 +315,18 @@ class LocalTransport(Transport):
 
 
 class IdleTransport(Transport):
-    """Collectives that do nothing, in the world of another transport: for the kernels of an algorithm alone."""
+    """Collectives that send nothing, in the world of another transport: for the kernels of an algorithm alone.
+
+    An all-reduce leaves its tensors unchanged, a shot receives zeros.
+    """
 
     def __init__(self, other: Transport) -> None:
         super().__init__(other.world_size, other.rank)
         self.local_size = other.local_size
 
     def run(self, collective: Collective) -> None:  # noqa: D102
-        pass
+        if isinstance(collective, Shot):
+            collective.target.zero_()
 
 
 class GroupTransport(Transport):

@@ -8,6 +8,7 @@ import functools
 import logging
 import operator
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -162,6 +163,7 @@ class HookState(Checkpointed):
         self._applied: dict[str, object] | None = None  # settings for which the buckets were made
         self._patterns_match = False  # whether every name pattern in the options is known to match a parameter
         self._has_announced_start = False
+        self._first_step: int | None = None  # of this object, whose buckets DDP will rebuild
         self._compiled: set[object] = set()  # names and dtypes of the buckets whose kernels are compiled
 
     def __repr__(self) -> str:
@@ -310,11 +312,30 @@ class HookState(Checkpointed):
         group: dist.ProcessGroup,
         algorithm: Callable[[Step], Algorithm[None]],
     ) -> None:
-        """Run ``algorithm`` on zeros, without collectives, with memory of its own, if Triton would compile for it."""
+        """Run two steps of ``algorithm`` on zeros, without collectives, in memory of their own, if Triton would compile
+        for them. Two, because those of an alternating algorithm have different kernels.
+
+        The buckets of the first step, of which one may hold the whole model, are left out: they are rebuilt.
+        """
         device, key = bucket_device(bucket), (names, bucket_dtype(bucket))
-        if key in self._compiled or not dispatch.use_triton(device) or is_capturing(device):
+        if self._first_step is None:
+            self._first_step = self._iter
+        if self._iter == self._first_step < self._start - 1 or key in self._compiled:
+            return
+        if not dispatch.use_triton(device) or dispatch.is_interpreted() or is_capturing(device):
             return
         self._compiled.add(key)
+        with suppress(torch.OutOfMemoryError):  # the first compressed step compiles, then
+            self._run_on_zeros(bucket, names, group, algorithm)
+
+    def _run_on_zeros(
+        self,
+        bucket: GradBucket,
+        names: tuple[str, ...],
+        group: dist.ProcessGroup,
+        algorithm: Callable[[Step], Algorithm[None]],
+    ) -> None:
+        device = bucket_device(bucket)
         transport = IdleTransport(executor_for(group, device).transport)
         kept, self._tensors = self._tensors, {entry: {} for entry in self.memory}
         try:
@@ -326,9 +347,10 @@ class HookState(Checkpointed):
             return
         layout = memory.layout
         zeros = layout.views(torch.zeros(layout.numel, dtype=layout.dtype, device=device))
-        gradients = Gradients(zeros, layout)
-        step = Step(zeros, zeros, names, memory, self._iter, transport, Workspace(device), gradients, gradients)
-        run_algorithm(algorithm(step), transport)
+        gradients, workspace = Gradients(zeros, layout), Workspace(device)
+        for number in (self._iter, self._iter + 1):
+            step = Step(zeros, zeros, names, memory, number, transport, workspace, gradients, gradients)
+            run_algorithm(algorithm(step), transport)
 
     def enter(self, bucket: GradBucket) -> tuple[dist.ProcessGroup, tuple[str, ...]]:
         """Compare the settings with the other ranks, and return the process group and the parameter names of a bucket.
@@ -392,6 +414,7 @@ class HookState(Checkpointed):
         if self.options is not None:
             self.options = replace(self.options)  # validates: dictionaries may have been modified in place
         self._start = self.first_compressed_step
+        self._compiled.clear()
         self.drop_buckets()
         self.revoke_agreements()
         self._applied, self._patterns_match = settings, False

@@ -257,7 +257,7 @@ class QuantizationState(HookState):
             for name in names:
                 self._tensors[ERRORS].pop(name, None)
         if self.options.cuda_graphs and not made.can_capture:
-            where = "nodes of several ranks" if isinstance(made, NodeBucket) else str(parameters[0].device)
+            where = "several nodes of several ranks" if isinstance(made, NodeBucket) else str(parameters[0].device)
             warnings.warn(
                 f"cuda_graphs=True has no effect on {where}. It needs Triton's kernels, on a GPU, and local_size=1. "
                 "Results are the same without it; pass cuda_graphs=False.",

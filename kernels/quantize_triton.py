@@ -1,6 +1,7 @@
 """Quantization in Triton: a program handles one chunk of 4096 elements, as a tile of blocks.
 
-A program of `reduce_quantized` or `sum_quantized` works on 1024 elements of one cell. Addresses in a message are
+A program of `reduce_quantized` or `sum_quantized` works on 1024 elements of one cell, or fewer
+with many ranks. Addresses in a message are
 computed from counts of 16 bytes, *units*, which tells the compiler their alignment.
 """
 
@@ -152,13 +153,13 @@ def _quantize_kernel(
     ERROR: tl.constexpr = None if errors_ptr is None else errors_ptr.dtype.element_ty
     errors = source if errors_ptr is None else (errors_ptr + first_block * BLOCK).to(tl.int64)
     pending = source if errors_ptr is None else (pending_ptr + first_block * BLOCK).to(tl.int64)
-    chunk = (source, errors, pending, place, first_block.to(tl.int32))
+    tensors = (source, errors, pending, place, first_block.to(tl.int32))
     # A mask that depends on the table makes accesses scalar, so full aligned chunks have their own branch. Scalar
     # accesses take many registers, so the other branch works on smaller tiles.
     if (remaining == CHUNK) & (source % 16 == 0) & (blocks_per_cell >= TILE // BLOCK):
-        _quantize_tiles(*chunk, CHUNK, *numbers, SOURCE, ERROR, FORMAT, STOCHASTIC, BLOCK, TILE, True)
+        _quantize_tiles(*tensors, CHUNK, *numbers, SOURCE, ERROR, FORMAT, STOCHASTIC, BLOCK, TILE, True)
     else:
-        _quantize_tiles(*chunk, remaining, *numbers, SOURCE, ERROR, FORMAT, STOCHASTIC, BLOCK, TAIL, False)
+        _quantize_tiles(*tensors, remaining, *numbers, SOURCE, ERROR, FORMAT, STOCHASTIC, BLOCK, TAIL, False)
 
 
 @jit
@@ -256,10 +257,10 @@ def _sum_chunk(
     while peer < world_size:
         # Unrolled, so that the loads of all these peers are in flight at once. What is missing adds 0.
         for i in tl.static_range(PEERS):
-            cell = received + unit_bytes(i * cell_units)
+            cell = received + i * unit_bytes(cell_units)
             scales, payload = cell + unit_bytes(scales_unit), cell + unit_bytes(payload_unit)
             total += load_blocks(scales, payload, slots, exists & (peer + i < world_size), FORMAT, BLOCK, False)
-        received += unit_bytes(PEERS * cell_units)
+        received += PEERS * unit_bytes(cell_units)
         peer += PEERS
     return total, piece, slots, blocks, exists
 

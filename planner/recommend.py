@@ -75,21 +75,28 @@ def advise(measured: Measurement) -> Advice:
         for name, hook in by_name.items()
     )
     recommended, reason = _recommend(predictions)
-    buckets = larger_buckets(measured.model, by_name[recommended], measured.link)
+    buckets = larger_buckets(measured.model, by_name[recommended], plain, measured.link)
     return Advice(predictions=predictions, recommended=recommended, reason=reason, buckets=buckets)
 
 
-def larger_buckets(model: ModelCost, hook: HookCost, link: Link) -> LargerBuckets | None:
-    """Buckets with which a step is `WORTHWHILE` times as fast as with the hook's, and no larger than is needed."""
+def larger_buckets(model: ModelCost, hook: HookCost, plain: HookCost, link: Link) -> LargerBuckets | None:
+    """Buckets with which a step is `WORTHWHILE` times as fast as with the hook's, and no larger than is needed.
+
+    ``plain`` is the cost without a hook, whose messages are the gradients.
+    """
+    if "batched" in hook.name:  # its payload is not a sum over gradients
+        return None
     registered = HOOKS[hook.name].make(None, FIRST_COMPRESSED)
     preferred = getattr(registered and registered[0], "preferred_bucket_cap_mb", None) or DEFAULT_CAP_MB
-    factor = preferred // DEFAULT_CAP_MB
+    factor = max(1, preferred // DEFAULT_CAP_MB)
     best, least = None, step_seconds(*with_larger_buckets(model, hook, factor), link)
     while factor < len(hook.buckets):
         factor *= 2
         seconds = step_seconds(*with_larger_buckets(model, hook, factor), link)
         if seconds * WORTHWHILE <= least:
-            best, least = LargerBuckets(factor * DEFAULT_CAP_MB, seconds), seconds
+            _, gradients = with_larger_buckets(model, plain, factor)
+            nbytes = max(sum(message.nbytes for message in bucket.messages) for bucket in gradients.buckets)
+            best, least = LargerBuckets(-(-nbytes // 2**20), seconds), seconds
     return best
 
 

@@ -167,10 +167,11 @@ def test_changed_state_gets_new_graphs_and_the_bits_of_eager_steps():
     assert captures == 2 * once
 
 
+@pytest.mark.parametrize("hook", ["powersgd", "quantized"])
 @on_ranks(2)
-def test_resumed_run_gets_new_graphs_and_the_bits_of_eager_steps():
-    captures, _ = compared(resume=FIRST_REPLAY + 2, steps=STEPS + WARM_UP_STEPS + 2)
-    once, _ = compared()
+def test_resumed_run_gets_new_graphs_and_the_bits_of_eager_steps(hook):
+    captures, _ = compared(hook=hook, resume=FIRST_REPLAY + 2, steps=STEPS + WARM_UP_STEPS + 2)
+    once, _ = compared(hook=hook)
     assert captures == 2 * once
 
 

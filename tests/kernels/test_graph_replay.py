@@ -3,6 +3,7 @@
 In Triton's interpreter the double records launches, whose kernels read the addresses of gradients in device memory.
 """
 
+import itertools
 from functools import partial
 from unittest import mock
 
@@ -75,10 +76,15 @@ def run(case, in_place, cuda_graphs):
     return seen, [tensor for tensors in bucket.memory.values() for tensor in tensors.values()]
 
 
-@pytest.mark.parametrize("in_place", [True, pytest.param(False, marks=pytest.mark.slow)])
+SLOW = [("rank 10", True), ("fp16", True), *((case, False) for case in [*CASES, *QUANTIZED] if case != "int4")]
+
+
 @pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=[pytest.mark.slow] * (case in ("rank 10", "fp16"))) for case in [*CASES, *QUANTIZED]],
+    ("case", "in_place"),
+    [
+        pytest.param(*pair, marks=[pytest.mark.slow] * (pair in SLOW))
+        for pair in itertools.product([*CASES, *QUANTIZED], (True, False))
+    ],
 )
 def test_replays_give_the_bits_of_eager_steps(monkeypatch, case, in_place):
     monkeypatch.setattr(graphs, "WARM_UP_STEPS", 1)

@@ -20,7 +20,10 @@ from gradwire.kernels import (
     quantize_cpu,
     reduce_quantized,
     reduce_quantized_bytes,
+    reduce_quantized_reference,
+    sum_quantized,
     sum_quantized_bytes,
+    sum_quantized_reference,
 )
 from gradwire.kernels import block_table as block_table_module
 from tests.kernels.cases import INTERPRETED, PROPERTY, Layout, name
@@ -74,7 +77,30 @@ def test_exchange_matches_reference_for_every_dtype(wire, dtype, device, data):
 def test_full_and_partial_chunks_match_reference(wire, device):
     # Two full aligned chunks, a full one that is not aligned, and a partial one.
     layouts = (Layout((8192,), (1,)), Layout((4096,), (1,), 1), Layout((67, 61), (61, 1)))
-    check(Exchange(wire, layouts=layouts, dtype=BF16, pieces=2, world_size=3), device)
+    # Of one piece a cell has 86 blocks, so that chunks lie in two cells; of two pieces 43, fewer than a chunk.
+    for pieces in (1,) if INTERPRETED else (1, 2):
+        check(Exchange(wire, layouts=layouts, dtype=BF16, pieces=pieces, world_size=3), device)
+
+
+@pytest.mark.parametrize("block_size", [64, 1024])
+@pytest.mark.parametrize(("world_size", "wire"), [(9, "int4"), (65, "int8")])
+def test_sums_over_many_ranks_match_reference(world_size, wire, block_size, device):
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(2 * world_size * block_size + 5, generator=generator).to(device)]
+    layout = MessageLayout([(WIRE_FORMATS[wire], BlockTable(tensors, block_size, [3]))], world_size)
+    (section,) = layout.sections
+    message = torch.zeros(layout.message_shape, dtype=torch.uint8, device=device)
+    quantize(tensors, section, message, scale=1.0)  # every cell stands for that of another rank
+    errors = torch.randn(layout.shard_numel(section), generator=generator).to(device)
+    found = []
+    for reduce, add in ((reduce_quantized, sum_quantized), (reduce_quantized_reference, sum_quantized_reference)):
+        result = torch.zeros(layout.result_shape, dtype=torch.uint8, device=device)
+        pending, total = torch.full_like(errors, torch.nan), torch.full_like(errors, torch.nan)
+        reduce(message, section, result, rank=0, errors=errors, pending=pending, rounding=None)
+        add(message, section, total, rank=0)
+        found.append((result, pending, total))
+    for what, mine, reference in zip(("result", "pending", "total"), *found, strict=True):
+        assert_same_bits(mine, reference, what)
 
 
 # The interpreter, which is slow, meets the others in the slow lane.

@@ -92,9 +92,13 @@ def test_report_has_a_row_per_hook_and_ends_with_code():
 def test_larger_buckets_are_advised_where_messages_wait_for_the_network():
     """Eight buckets; a message takes 1 ms on the link, and arrives 1 or 200 ms later."""
     bucket = BucketCost(0.0, (0.0, 0.0), (Message(KIND, 125_000),), 0.0)
+    of_gradients = BucketCost(0.0, (0.0, 0.0), (Message(KIND, 64 << 20),), 0.0)  # each has one parameter
     ready = tuple(0.01 * (i + 1) for i in range(8))
     model = ModelCost(forward=0.1, backward=0.1, ready=ready, gradient_bytes=10**8, overlap=Overlap.EVERYTHING)
-    hooks = [HookCost(name=name, buckets=(bucket,) * 8, memory_bytes=0) for name in ("none", "bf16")]
+    hooks = [
+        HookCost(name=name, buckets=(each,) * 8, memory_bytes=0)
+        for name, each in (("none", of_gradients), ("bf16", of_gradients), ("int4", bucket))
+    ]
 
     def case(latency):
         link = Link(world_size=2, bandwidth=1e9, costs={KIND: MessageCost(latency, 8e-9)})
@@ -103,14 +107,15 @@ def test_larger_buckets_are_advised_where_messages_wait_for_the_network():
     assert advise(case(0.001)).buckets is None
     assert "bucket_cap_mb" not in printed(case(0.001))
     advice = advise(case(0.2))
-    plain = next(each for each in advice.predictions if each.hook == advice.recommended)
-    assert advice.buckets.cap_mb == 100, "two buckets are in flight at once"
+    chosen = next(each for each in advice.predictions if each.hook == advice.recommended)
+    assert advice.recommended == "int4"
+    assert advice.buckets.cap_mb == 4 * 64, "two buckets are in flight at once"
     assert advice.buckets.step_seconds == pytest.approx(0.1 + 0.08 + 0.004 + 0.2)
-    assert plain.step_seconds > 2 * advice.buckets.step_seconds
-    assert "Pass bucket_cap_mb=100 to DistributedDataParallel" in printed(case(0.2))
-    assert json.loads(to_json(case(0.2), advice))["bucket_cap_mb"] == 100
-    low_rank = replace(hooks[0], name="powersgd-r4")
-    assert larger_buckets(model, low_rank, case(0.2).link) is None, "its buckets have 100 MiB as they are"
+    assert chosen.step_seconds > 2 * advice.buckets.step_seconds
+    assert "Pass bucket_cap_mb=256 to DistributedDataParallel" in printed(case(0.2))
+    assert json.loads(to_json(case(0.2), advice))["bucket_cap_mb"] == 256
+    for name, why in (("powersgd-r4", "has four times larger ones"), ("powersgd-r4-batched", "would send less")):
+        assert larger_buckets(model, replace(hooks[2], name=name), hooks[0], case(0.2).link) is None, why
 
 
 def test_json_holds_predictions_and_code():
