@@ -78,7 +78,7 @@ class TestHooks:
         assert ours["implementation"] == GRADWIRE
         assert theirs["implementation"].startswith(PYTORCH)
         assert ours["nbytes"] == hook_bytes(hook, SMALL)
-        assert [row["implementation"] for row in more] == [GRAPHS] * hook.startswith("powersgd")
+        assert [row["implementation"] for row in more] == [GRAPHS] * hook.startswith(("powersgd", "int"))
         for row in (ours, theirs, *more):
             assert row["device_ms"]["p50"] > 0
             assert (row["launches"], row["host_waits"]) == (0, 0)

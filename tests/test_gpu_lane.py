@@ -68,6 +68,7 @@ def test_lane_starts_with_nothing_but_torch_and_triton(run_bare):
     assert "first, smoke, ranks, sanitize, bench" in printed
 
 
+@pytest.mark.slow
 def test_measurements_need_nothing_but_torch_and_triton(run_bare, tmp_path):
     only = ("--only=copy", "--only=powersgd-r4, resnet50", "--only=memcheck: delayed scaling")
     arguments = ("bench", "sanitize", "--output", str(tmp_path / "records.jsonl"), *only)

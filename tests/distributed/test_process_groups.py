@@ -80,7 +80,7 @@ def train_in_groups(hook, rendezvous, signals):
     return results, before, open_handles_at_last(before)
 
 
-QUICK = [("none", "env://"), ("powersgd", "reused store")]
+QUICK = [("powersgd", "reused store")]
 
 
 @pytest.mark.parametrize(
