@@ -204,6 +204,7 @@ def test_kept_bytes_at_the_interface_follow_the_formula():
             assert payload(hook) <= sent[rate, hook] < 1.03 * payload(hook), (rate, hook)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(OBSTACLE is not None, reason=f"no network namespaces: {OBSTACLE}")
 @pytest.mark.parametrize("stop", STOPS)
 def test_stopped_command_leaves_no_process_no_namespace_and_no_file(tmp_path, stop):

@@ -76,7 +76,10 @@ def run(case, in_place, cuda_graphs):
     return seen, [tensor for tensors in bucket.memory.values() for tensor in tensors.values()]
 
 
-SLOW = [("rank 10", True), ("fp16", True), *((case, False) for case in [*CASES, *QUANTIZED] if case != "int4")]
+SLOW = [
+    *((case, True) for case in ("rank 10", "fp16", "alternating", "no feedback")),
+    *((case, False) for case in [*CASES, *QUANTIZED] if case != "int4"),
+]
 
 
 @pytest.mark.parametrize(
