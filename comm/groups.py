@@ -121,18 +121,18 @@ def duplicate_group(group: dist.ProcessGroup, store: Store, key: str, check: Cal
     made = OwnGroup(PrefixStore(key, store), group.rank(), group.size(), timeout)
     own: list[dist.ProcessGroup] = [made]
     try:
-        trips = _meet(group, store, f"{key}/connected", timeout, check, str(made.own_round_trip()))
+        keys = _meet(group, store, f"{key}/connected", timeout, check, str(made.own_round_trip()))
+        made.round_trip = max(map(float, get_all(store, keys)))
     except BaseException:
         destroy(own)
         raise
-    made.round_trip = max(map(float, trips))
     return made
 
 
 def _meet(
     group: dist.ProcessGroup, store: Store, key: str, timeout: timedelta, check: Callable[[], None], value: str = ""
 ) -> list[str]:
-    """Wait until every rank has made the same call; return the values of all."""
+    """Wait until every rank has made the same call; return the keys of the values of all."""
     keys = [f"{key}/{rank}" for rank in range(group.size())]
     store.set(keys[group.rank()], value)
     if missing := wait_for_ranks(group, store, keys, timeout, check):
@@ -140,7 +140,7 @@ def _meet(
             f"Ranks {missing} have not begun to exchange gradients within {timeout}, as this rank has. Use "
             "the same model, wrapper and hook on every rank."
         )
-    return get_all(store, keys)
+    return keys
 
 
 def destroy(last: list[dist.ProcessGroup]) -> None:

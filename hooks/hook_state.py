@@ -326,31 +326,21 @@ class HookState(Checkpointed):
             return
         self._compiled.add(key)
         with suppress(torch.OutOfMemoryError):  # the first compressed step compiles, then
-            self._run_on_zeros(bucket, names, group, algorithm)
-
-    def _run_on_zeros(
-        self,
-        bucket: GradBucket,
-        names: tuple[str, ...],
-        group: dist.ProcessGroup,
-        algorithm: Callable[[Step], Algorithm[None]],
-    ) -> None:
-        device = bucket_device(bucket)
-        transport = IdleTransport(executor_for(group, device).transport)
-        kept, self._tensors = self._tensors, {entry: {} for entry in self.memory}
-        try:
-            parameters = [gradient_layout(parameter) for parameter in bucket.parameters()]
-            memory = self.make_bucket(parameters, bucket_dtype(bucket), names, transport)
-        finally:
-            self._tensors = kept
-        if memory is None:
-            return
-        layout = memory.layout
-        zeros = layout.views(torch.zeros(layout.numel, dtype=layout.dtype, device=device))
-        gradients, workspace = Gradients(zeros, layout), Workspace(device)
-        for number in (self._iter, self._iter + 1):
-            step = Step(zeros, zeros, names, memory, number, transport, workspace, gradients, gradients)
-            run_algorithm(algorithm(step), transport)
+            transport = IdleTransport(executor_for(group, device).transport)
+            kept, self._tensors = self._tensors, {entry: {} for entry in self.memory}
+            try:
+                parameters = [gradient_layout(parameter) for parameter in bucket.parameters()]
+                memory = self.make_bucket(parameters, bucket_dtype(bucket), names, transport)
+            finally:
+                self._tensors = kept
+            if memory is None:
+                return
+            layout = memory.layout
+            zeros = layout.views(torch.zeros(layout.numel, dtype=layout.dtype, device=device))
+            gradients, workspace = Gradients(zeros, layout), Workspace(device)
+            for number in (self._iter, self._iter + 1):
+                step = Step(zeros, zeros, names, memory, number, transport, workspace, gradients, gradients)
+                run_algorithm(algorithm(step), transport)
 
     def enter(self, bucket: GradBucket) -> tuple[dist.ProcessGroup, tuple[str, ...]]:
         """Compare the settings with the other ranks, and return the process group and the parameter names of a bucket.

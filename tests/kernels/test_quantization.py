@@ -77,7 +77,7 @@ def test_exchange_matches_reference_for_every_dtype(wire, dtype, device, data):
 def test_full_and_partial_chunks_match_reference(wire, device):
     # Two full aligned chunks, a full one that is not aligned, and a partial one.
     layouts = (Layout((8192,), (1,)), Layout((4096,), (1,), 1), Layout((67, 61), (61, 1)))
-    # Of one piece a cell has 86 blocks, so that chunks lie in two cells; of two pieces 43, fewer than a chunk.
+    # With one piece a cell has 86 blocks, so chunks span two cells; with two it has 43, fewer than a chunk.
     for pieces in (1,) if INTERPRETED else (1, 2):
         check(Exchange(wire, layouts=layouts, dtype=BF16, pieces=pieces, world_size=3), device)
 
@@ -90,7 +90,7 @@ def test_sums_over_many_ranks_match_reference(world_size, wire, block_size, devi
     layout = MessageLayout([(WIRE_FORMATS[wire], BlockTable(tensors, block_size, [3]))], world_size)
     (section,) = layout.sections
     message = torch.zeros(layout.message_shape, dtype=torch.uint8, device=device)
-    quantize(tensors, section, message, scale=1.0)  # every cell stands for that of another rank
+    quantize(tensors, section, message, scale=1.0)  # each cell is read as another rank's
     errors = torch.randn(layout.shard_numel(section), generator=generator).to(device)
     found = []
     for reduce, add in ((reduce_quantized, sum_quantized), (reduce_quantized_reference, sum_quantized_reference)):
