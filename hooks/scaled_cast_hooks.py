@@ -184,13 +184,14 @@ class ScaledCastState(HookState):
 
     def replicated_state(self) -> dict[str, Any]:
         """Scales and the number of skipped steps; see `HookState.replicated_state`."""
-        return self.state_dict()
+        state = self.state_dict()
+        state["counters"][[0, 1, 3]] = 0  # this rank's elements, and the step in progress
+        return state
 
     def load_replicated_state(self, replicated: dict[str, Any]) -> None:
         """Take scales and the number of skipped steps from another rank; keep this rank's element counts."""
         counters = replicated["counters"].clone()
         counters[:2] = self._counters[:2]
-        counters[3] = 0  # the step that failed is discarded
         self.load_state_dict({**replicated, "counters": counters})
 
     def __getstate__(self) -> dict[str, Any]:

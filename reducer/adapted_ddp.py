@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -19,6 +20,7 @@ from gradwire.reducer import errors, torch_internals
 from gradwire.reducer.backward import Exchange
 from gradwire.reducer.bucketing import BucketOptions
 from gradwire.reducer.ddp_interface import DDPReducer, Logger
+from gradwire.reducer.drift import DriftCheck
 from gradwire.reducer.mixed_precision import remove_copy_hooks, restore_parameters
 from gradwire.reducer.model_sync import begin_together, broadcast_coalesced, verify_model
 from gradwire.reducer.parameters import ModelWatch, check_not_nested, find_sharing_wrappers
@@ -37,6 +39,7 @@ class AdaptedDDP(nn.parallel.DistributedDataParallel):
     _syncs_buffers_at_init: bool
     _options_at_init: dict[str, Any]  # options that must be equal on all ranks
     lazy_bucket_allocation: bool
+    check_every: int | None
 
     def _ddp_init_helper(
         self,
@@ -162,6 +165,9 @@ class AdaptedDDP(nn.parallel.DistributedDataParallel):
         find_sharing_wrappers(self)
         result = super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
+            is_broadcast = self.will_sync_module_buffers() and not hasattr(self, "buffer_hook")  # type: ignore[no-untyped-call]
+            if self.reducer.drift is not None and is_broadcast:
+                self.reducer.drift.after_broadcast(self._buffers_in_use())
             self.reducer.forward_is_running = True
         return result
 
@@ -236,8 +242,22 @@ def _make_reducer(ddp: AdaptedDDP, parameters: list[Tensor], sparse: list[bool],
         skip_unused=ddp.skip_all_reduce_unused_params,
     )
     reducer.watch = ModelWatch(ddp.module, parameters, ddp.parameters_to_ignore)
+    if ddp.check_every is not None:
+        compared = partial(
+            _compared_parameters, ddp.module, ddp.parameters_to_ignore, set(ddp._delay_all_reduce_params)
+        )
+        reducer.drift = DriftCheck(ddp.check_every, compared)
     reducer.is_finalized_by_caller = vars(ddp).get("_require_manual_backward_finalization", False)
     return reducer
+
+
+def _compared_parameters(module: nn.Module, ignored: Collection[str], delayed: Collection[Tensor]) -> dict[str, Tensor]:
+    """The parameters that all ranks have equal, frozen ones included; with mixed precision, not their copies."""
+    return {
+        f"parameter {name}": getattr(parameter, "_fp_param", parameter)
+        for name, parameter in module.named_parameters()
+        if name not in ignored or parameter in delayed
+    }
 
 
 def _verify_model(ddp: AdaptedDDP, parameters: list[Tensor], param_to_hook_all_reduce: Tensor | None = None) -> None:

@@ -220,7 +220,7 @@ class DDPReducer(Reducer):
 
     def _set_forward_pass_work_handle(self, work: dist.Work, use_static_world_size: bool) -> None:
         """Divide by the rank count that ``work`` sums, or by the world size if that is static."""
-        self._live_ranks = None if use_static_world_size else work
+        self._live_ranks, self._divides_by_live_ranks = work, not use_static_world_size
 
     def _get_zeros_like_grad_buckets(self) -> list[Bucket]:
         buckets: list[Bucket] = [bucket.with_zeros(self.hook.is_zero_copy) for bucket in self.buckets]
@@ -249,6 +249,8 @@ class DDPReducer(Reducer):
         self.static_calls = None
         self._unused = []
         self._used = UsedParameters(len(self.parameters), self.exchange.device)
+        if self.drift is not None:
+            self.drift.restart()
         self._forget_forward()
         self._begin(Phase.DONE)
         self.has_rebuilt_buckets = False

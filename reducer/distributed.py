@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from gradwire.compress._validation import check_whole_number
 from gradwire.reducer import errors, torch_internals
 from gradwire.reducer.adapted_ddp import AdaptedDDP
 from gradwire.reducer.mixed_precision import check_config
@@ -23,7 +24,15 @@ _DEFAULTS = {
     if name not in ("self", "module", "batched_grad_copy")
 }
 # Names in `__init__` that work with every version of PyTorch.
-_OWN = {"self", "__class__", "module", "batched_grad_copy", "forward_sync_buffers", "lazy_bucket_allocation"}
+_OWN = {
+    "self",
+    "__class__",
+    "module",
+    "batched_grad_copy",
+    "forward_sync_buffers",
+    "lazy_bucket_allocation",
+    "check_every",
+}
 
 
 class DistributedDataParallel(AdaptedDDP):
@@ -71,11 +80,15 @@ class DistributedDataParallel(AdaptedDDP):
         forward_sync_buffers: whether rank 0's buffers are broadcast before every synchronized forward.
         lazy_bucket_allocation: whether flat buffers are freed after every backward. gradwire's hooks use none,
             except `batched_powerSGD_hook`, and `allreduce_hook` on CPUs. No effect with ``gradient_as_bucket_view``.
+        check_every: compare the ranks in one of this many synchronized backwards: parameters, buffers that were
+            broadcast, and the parts of the hook's state that all ranks have equal. If a checksum differs, the backward
+            raises RuntimeError on every rank, with the names. None never compares. See "Drift" in the docs. Not in
+            PyTorch.
 
     Raises:
         NotImplementedError: an argument or setting is not supported.
-        ValueError: the module is or contains a wrapper of the same parameters with a communication hook; or as in
-            PyTorch's class.
+        ValueError: the module is or contains a wrapper of the same parameters with a communication hook; or
+            ``check_every`` is not a whole number of steps; or as in PyTorch's class.
         RuntimeError: as in PyTorch's class.
     """
 
@@ -102,6 +115,7 @@ class DistributedDataParallel(AdaptedDDP):
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
         lazy_bucket_allocation: bool = False,
+        check_every: int | None = None,
     ) -> None:
         given = dict(locals())
         if unknown := [name for name, value in given.items() if name not in _OWN | _DEFAULTS.keys() and value]:
@@ -121,6 +135,8 @@ class DistributedDataParallel(AdaptedDDP):
             )
         errors.check_ranks(process_group, device_mesh)
         errors.check_bucket_sizes(bucket_cap_mb, bucket_cap_mb_list)
+        if check_every is not None:
+            check_whole_number("check_every", check_every, "a whole number of steps, at least 1, or None", 1)
         if forward_sync_buffers is not None and "forward_sync_buffers" not in _DEFAULTS:
             arguments["broadcast_buffers"] = forward_sync_buffers
         self._has_default_bucket_size = bucket_cap_mb is None and bucket_cap_mb_list is None
@@ -131,9 +147,11 @@ class DistributedDataParallel(AdaptedDDP):
             "static_graph": static_graph,
             "skip_all_reduce_unused_params": skip_all_reduce_unused_params and find_unused_parameters,
             "mixed_precision": str(mixed_precision),
+            "check_every": check_every,
         }
         self._syncs_buffers_at_init = forward_sync_buffers is not None or broadcast_buffers in (None, True)
         self.lazy_bucket_allocation = lazy_bucket_allocation
+        self.check_every = check_every
         super().__init__(module, **arguments)
 
     @property

@@ -144,6 +144,12 @@ PARAMETER_CAST = (
     "{name} was cast to another dtype or moved to another device after the model was wrapped. Its gradients would "
     "no longer be averaged. Cast or move a model before you wrap it."
 )
+DRIFT = (
+    "check_every: {n} of {total} tensors that must be equal on all ranks differ:{lines}\n"
+    "Every rank must start from the same values and apply the same updates: the same optimizer, learning rate and "
+    "order of steps, and the same kind of device. Call resynchronize(from_rank=0) on every rank to take the "
+    "parameters, buffers and hook state of rank 0, or restart from a checkpoint."
+)
 RESULT_MISFIT = (
     "The communication hook returned {numel} elements for bucket {index}, which has {expected}. Return a tensor of the "
     "size of bucket.buffer()."

@@ -25,6 +25,7 @@ from gradwire.reducer import errors, torch_internals
 from gradwire.reducer.backward import AutogradHooks, Backward, Exchange, Phase, StepTimes
 from gradwire.reducer.bucket import Bucket, DenseBucket, TakeBack
 from gradwire.reducer.bucketing import Assignment, BucketOptions, assign_first_buckets, make_buckets
+from gradwire.reducer.drift import DriftCheck
 from gradwire.reducer.parameters import UsedParameters
 
 
@@ -85,6 +86,7 @@ class Reducer:
         self.skip_unused = skip_unused
         self.static_graph = False
         self._may_leave_out = find_unused_parameters  # whether a backward may leave parameters without a gradient
+        self.drift: DriftCheck | None = None  # with ``check_every``
         self.is_finalized_by_caller = False  # whether `finalize_backward` ends a backward
         self._runs_optimizers = False  # whether it steps the optimizers of apply_optimizer_in_backward
         self._upcast_stream: torch.Stream | None = None  # with mixed precision: PyTorch's hook casts gradients on it
@@ -121,6 +123,7 @@ class Reducer:
     def _forget_forward(self) -> None:
         """Drop what forwards have set for the next reduction."""
         self._live_ranks: dist.Work | None = None  # in `join`, the all-reduce that counts the ranks with inputs left
+        self._divides_by_live_ranks = False
         self._post_backward_futures: list[Future[Any]] = []  # awaited at the end of the backward
 
     # Errors: this rank leaves the exchange.
@@ -224,10 +227,14 @@ class Reducer:
     def _start_exchange(self) -> None:
         try:
             self.exchange.begin_backward(self)
-            self._divisor = self.exchange.process_group.size()
-            if self._live_ranks is not None:
+            self._divisor = n_live = self.exchange.process_group.size()
+            if self._live_ranks is not None and (self._divides_by_live_ranks or self.drift is not None):
                 self._live_ranks.wait()
-                self._divisor = int(self._live_ranks.result()[0].item())
+                n_live = int(self._live_ranks.result()[0].item())
+                if self._divides_by_live_ranks:
+                    self._divisor = n_live
+            if self.drift is not None and n_live == self.exchange.process_group.size():
+                self.drift.begin(self.hook.state, self.exchange.transport, self.exchange.device)
         except BaseException as error:
             self._leave_after(error, "the backward pass")
             raise
@@ -313,6 +320,8 @@ class Reducer:
                         self._finish(index, bucket, scale)
                 for future in self._post_backward_futures:
                     future.wait()
+                if self.drift is not None:
+                    self.drift.finish(self.exchange.process_group)
         except BaseException as error:
             self._leave_after(error, "the end of the backward pass")
             raise

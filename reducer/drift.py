@@ -1,0 +1,125 @@
+"""Comparing ranks while they train: ``DistributedDataParallel(check_every=N)``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradwire.comm import GroupTransport
+from gradwire.comm.store_collectives import MAX_SHOWN, format_differences
+from gradwire.hooks._handshake import digest
+from gradwire.hooks._recovery import gather_json
+from gradwire.hooks.hook_state import HookState
+from gradwire.kernels import as_real, is_capturing
+from gradwire.reducer import errors
+
+ELEMENTS_AT_ONCE = 1 << 20  # a checksum takes 16 bytes of temporary memory for each of them
+HOOK_STATE = "hook state"
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """The sum of x (x + 1) over the elements' bits x, as integers modulo 2^64: int64 without dimensions.
+
+    It depends on every bit of every element, NaN included, but not on the order of the elements. In a plain sum of the
+    bits, one element that is larger by one and another that is smaller by one would cancel.
+    """
+    bits = as_real(tensor.detach())
+    bits = bits.view(_INTEGERS[bits.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for part in bits.reshape(-1).split(ELEMENTS_AT_ONCE):
+        x = part.to(torch.int64)
+        total += (x + 1).mul_(x).sum()
+    return total
+
+
+class DriftCheck:
+    """Compares what must be equal on all ranks, in one of ``every`` backwards.
+
+    An all-reduce of 16 bytes per tensor, in flight during the backward, finds the largest and the smallest checksum on
+    any rank. Backwards are counted, and not forwards: a rank whose loss raised an error may run one forward more.
+
+    Args:
+        every: number of synchronized backwards from one comparison to the next.
+        tensors: returns the tensors to compare, by name, at the beginning of a backward.
+    """
+
+    def __init__(self, every: int, tensors: Callable[[], Mapping[str, Tensor]]) -> None:
+        self._every = every
+        self._tensors = tensors
+        self.restart()
+
+    def restart(self) -> None:
+        """Count from zero: after an error, ranks may have counted differently."""
+        self._n_backwards = 0
+        self._buffers: dict[str, Tensor] = {}  # checksums
+        self._wait: Callable[[], None] | None = None  # waits for the all-reduce in flight
+
+    @property
+    def _is_due(self) -> bool:
+        return (self._n_backwards + 1) % self._every == 0
+
+    def after_broadcast(self, buffers: Mapping[str, Tensor]) -> None:
+        """Note the buffers for the next backward, if it compares: the forward will change them on each rank."""
+        self._buffers = {f"buffer {name}": checksum(each) for name, each in buffers.items()} if self._is_due else {}
+
+    def begin(self, hook_state: object, transport: GroupTransport, device: torch.device) -> None:
+        """Count a backward, and start the comparison if it is due. A collective call.
+
+        A backward that is captured in a CUDA graph only counts.
+        """
+        is_due = self._is_due
+        self._n_backwards += 1
+        if not is_due or is_capturing(device):
+            return
+        self._sums = {name: checksum(tensor) for name, tensor in self._tensors().items()} | self._buffers
+        self._state_sums = {}
+        if isinstance(hook_state, HookState):
+            # One sum, because ranks may have different entries.
+            self._state_sums = {name: each.to(device) for name, each in _leaf_checksums(hook_state.replicated_state())}
+            names = torch.tensor(_as_int64(list(self._state_sums)), device=device)
+            self._sums[HOOK_STATE] = torch.stack([names, *self._state_sums.values()]).sum()
+        sums = torch.stack(list(self._sums.values()))
+        self._extremes = torch.cat([sums, ~sums])  # the maximum of ~x is ~ the minimum of x
+        (work,) = transport.start(transport.all_reduce_max(self._extremes))
+        self._wait = partial(transport.wait, work)
+
+    def finish(self, group: dist.ProcessGroup) -> None:
+        """End the comparison, if one is in flight. A collective call.
+
+        Raises:
+            RuntimeError: on every rank, if tensors differ; names the first ones, and the ranks.
+        """
+        if self._wait is None:
+            return
+        self._wait()
+        self._wait = None
+        largest, smallest = self._extremes.view(2, -1)
+        differs = dict(zip(self._sums, (largest != ~smallest).tolist(), strict=True))
+        if not any(differs.values()):
+            return
+        mine = {name: each for name, each in self._sums.items() if differs[name]}
+        if mine.pop(HOOK_STATE, None) is not None:
+            mine |= {f"{HOOK_STATE}, {name}": each for name, each in self._state_sums.items()}
+        shown = {name: f"checksum {each.item():x}" for name, each in list(mine.items())[: MAX_SHOWN + 1]}
+        by_rank = gather_json(group, "check_every", shown)
+        lines = format_differences(by_rank, range(group.size()))
+        raise RuntimeError(errors.DRIFT.format(n=sum(differs.values()), total=len(differs), lines=lines))
+
+
+def _leaf_checksums(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The checksums of the leaves of nested dictionaries, with their paths."""
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _leaf_checksums(each, f"{path} {key}".lstrip())
+    else:
+        yield path, checksum(value) if isinstance(value, Tensor) else torch.tensor(_as_int64(value))
+
+
+def _as_int64(value: object) -> int:
+    return int(digest(value), 16) - 2**63

@@ -1,0 +1,232 @@
+"""`check_every`: parameters, buffers and hook states that differ between ranks raise on every rank."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import gradwire
+from gradwire.reducer.adapted_ddp import AdaptedDDP
+from gradwire.reducer.drift import ELEMENTS_AT_ONCE, checksum
+from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
+from tests.support.ranks import from_all_ranks, on_ranks
+from tests.support.training import build, error_of, message_of, own_batches, train, train_steps, wrapped
+
+
+def is_last_rank():
+    return dist.get_rank() == dist.get_world_size() - 1
+
+
+def next_float(tensor):
+    """Change the first element by one unit in the last place."""
+    bits = tensor.detach().view(torch.int32).view(-1)
+    bits[0] += 1
+
+
+def change_parameter(ddp, state):
+    next_float(ddp.module.layers[2].weight)
+    return "parameter layers.2.weight"
+
+
+def change_frozen_parameter(ddp, state):
+    next_float(ddp.module.layers[0].bias)
+    return "parameter layers.0.bias"
+
+
+def change_factor(ddp, state):
+    name, factor = next(iter(state.tensors("q").items()))
+    next_float(factor)
+    return f"hook state, q {name}"
+
+
+def change_step_count(ddp, state):
+    state._iter += 1
+    return "hook state, iter"
+
+
+CHANGES = {
+    "parameter": (change_parameter, None),
+    "frozen parameter": (change_frozen_parameter, "int4"),
+    "factor": (change_factor, "powersgd"),
+    "step count": (change_step_count, "int4"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@on_ranks(2, 3)
+def test_drift_raises_on_every_rank_with_name_and_ranks_and_resynchronize_heals_it(change):
+    alter, hook = CHANGES[change]
+    module, size = build("mlp"), dist.get_world_size()
+    module.layers[0].bias.requires_grad_(change != "frozen parameter")
+    ddp = wrapped(model=module, hook=hook, check_every=3)
+    state = ddp._comm_hooks[0][1] if hook else None
+    generator = own_batches()
+    train_steps(ddp, 5, generator)  # compares in the third step, and in the next
+    name = alter(ddp, state) if is_last_rank() else None
+    before = {key: each.clone() for key, each in module.state_dict().items()}
+    kind, message = error_of(train_steps, ddp, 1, generator)
+    assert kind == "RuntimeError"
+    name = from_all_ranks(name)[-1]
+    others = "rank 0" if size == 2 else "ranks 0, 1"
+    assert (
+        f"1 of {len(before) + (hook is not None)} tensors that must be equal on all ranks differ:\n  {name}: "
+        in message
+    )
+    assert f" on {others}; " in message and message.count(f" on rank {size - 1}\n") == 1
+    assert_same_on_all_ranks(from_all_ranks(message))
+    assert_same_bits(dict(module.state_dict()), before)
+    assert "Call resynchronize" in message_of(train_steps, ddp, 1, generator)
+    ddp.resynchronize(from_rank=0)
+    results = from_all_ranks((train_steps(ddp, 7, generator), dict(module.state_dict())))
+    assert_same_on_all_ranks(results)
+
+
+@on_ranks(2)
+def test_ranks_compare_in_one_of_so_many_backwards_without_those_of_no_sync():
+    ddp, generator = wrapped(check_every=3), own_batches()
+    train_steps(ddp, 3, generator)
+    change_parameter(ddp, None) if is_last_rank() else None
+    with ddp.no_sync():
+        train_steps(ddp, 3, generator)
+    train_steps(ddp, 2, generator)
+    assert "parameter layers.2.weight" in message_of(train_steps, ddp, 1, generator)
+
+
+@on_ranks(2, 3)
+def test_broadcast_buffer_that_differs_raises():
+    ddp = wrapped(model="conv", check_every=1)
+    broadcast = AdaptedDDP._distributed_broadcast_coalesced
+    name, buffer = next((name, each) for name, each in ddp.module.named_buffers() if each.is_floating_point())
+
+    def broken(self, *arguments):
+        broadcast(self, *arguments)
+        if is_last_rank():
+            next_float(buffer)
+
+    generator = own_batches()
+    train_steps(ddp, 3, generator)  # every rank's forward updates the buffers from its own batch
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AdaptedDDP, "_distributed_broadcast_coalesced", broken)
+        message = message_of(train_steps, ddp, 1, generator)
+    assert f"differ:\n  buffer {name}: " in message
+
+
+@pytest.mark.parametrize("hook", [None, "fp16", "powersgd", "int4", "scaled_fp16", "auto"])
+@on_ranks(2, 3)
+def test_comparing_every_step_changes_no_bits(hook):
+    assert_same_bits(
+        train("gradwire", "conv", hook=hook, steps=8, check_every=1), train("gradwire", "conv", hook=hook, steps=8)
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"find_unused_parameters": True}, {"static_graph": True}, {"forward_sync_buffers": False}],
+    ids=["find unused", "static graph", "own buffers"],
+)
+@on_ranks(2)
+def test_ranks_that_agree_never_raise(options):
+    train("gradwire", "conv", steps=5, accumulate=2, check_every=1, **options)
+    train("gradwire", "mlp", steps=5, check_every=2, **options)
+
+
+@pytest.mark.parametrize("divide", [True, False], ids=["by all", "by the rest"])
+@on_ranks(2, 3)
+def test_joined_ranks_take_no_part(divide):
+    ddp = wrapped(check_every=1)
+    generator = own_batches()
+    with ddp.join(divide_by_initial_world_size=divide):
+        train_steps(ddp, 2 + 3 * dist.get_rank(), generator)
+    train_steps(ddp, 2, generator)
+    if is_last_rank():
+        change_parameter(ddp, None)
+    assert "parameter layers.2.weight" in message_of(train_steps, ddp, 1, generator)
+
+
+@on_ranks(2)
+def test_ranks_compare_in_the_same_step_after_one_has_counted_more():
+    ddp = wrapped(check_every=2)
+    generator = own_batches()
+    train_steps(ddp, 1, generator)
+    if dist.get_rank() == 0:
+        ddp.reducer.drift._n_backwards += 1  # as if its last step had failed at its end
+    ddp.resynchronize()
+    train_steps(ddp, 5, generator)
+
+
+@on_ranks(2)
+def test_delayed_parameters_are_compared():
+    module = build("mlp")
+    name, parameter = next(iter(module.named_parameters()))
+    named = [(name, parameter)]
+    ddp = wrapped(
+        model=module,
+        check_every=1,
+        delay_all_reduce_named_params=named,
+        param_to_hook_all_reduce=module.layers[2].weight,
+    )
+    if is_last_rank():
+        next_float(parameter)
+    assert f"parameter {name}: " in message_of(train_steps, ddp)
+
+
+@on_ranks(2)
+def test_unequal_intervals_raise_when_the_model_is_wrapped():
+    message = message_of(wrapped, check_every=2 + dist.get_rank())
+    assert "check_every: 2 on rank 0; 3 on rank 1" in message
+
+
+@on_ranks(1)
+def test_wrapper_that_compares_is_freed_with_its_last_reference():
+    gc.disable()
+    try:
+        ddp = wrapped(check_every=1)
+        train_steps(ddp, 2)
+        reference = weakref.ref(ddp.reducer)
+        del ddp
+        assert reference() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.5, True, "100"])
+@on_ranks(1)
+def test_interval_that_is_no_number_of_steps_is_refused(value):
+    kind, message = error_of(gradwire.DistributedDataParallel, build("mlp"), check_every=value)
+    assert kind == "ValueError"
+    assert f"check_every is {value!r}; expected a whole number of steps, at least 1, or None" in message
+
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex64]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_checksum_depends_on_every_bit(dtype):
+    tensor = torch.arange(24).view(2, 3, 4).to(dtype)
+    raw = tensor.view(-1).view(torch.uint8)
+    before = checksum(tensor)
+    for position in range(len(raw)):
+        for bit in range(1 if dtype == torch.bool else 8):
+            raw[position] ^= 1 << bit
+            assert checksum(tensor) != before
+            raw[position] ^= 1 << bit
+    assert checksum(tensor) == before
+
+
+def test_checksum_sees_changes_that_cancel_in_a_sum():
+    tensor = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    before = checksum(tensor)
+    bits = tensor.view(torch.int32)
+    bits[3] += 1
+    bits[7] -= 1
+    assert checksum(tensor) != before
+
+
+def test_checksum_is_independent_of_strides_and_chunks():
+    tensor = torch.randn(3, ELEMENTS_AT_ONCE // 2 + 1, generator=torch.Generator().manual_seed(0))
+    bits = tensor.view(torch.int32).to(torch.int64)
+    assert checksum(tensor) == checksum(tensor.t()) == checksum(tensor.repeat(1, 2)[:, : tensor.shape[1]])
+    assert checksum(tensor) == (bits * (bits + 1)).sum()
+    assert checksum(torch.empty(0)) == 0
