@@ -28,6 +28,7 @@ def main() -> None:
     compiled = torch.compile(model)  # after wrapping, so that the graph is split at DDP's buckets
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
     scaler = torch.amp.GradScaler(device.type, init_scale=2.0**20)
+    state.follow_scaler(scaler)  # the error memory changes its scale with the gradients
 
     torch.manual_seed(1 + dist.get_rank())  # different data on every rank
     for step in range(1, 151):

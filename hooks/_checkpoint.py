@@ -8,7 +8,7 @@ import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from datetime import timedelta
-from typing import Any, ClassVar, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, get_args
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from torch import Tensor
 from gradwire.comm import Transport, executor_for
 from gradwire.comm.store_collectives import named_barrier
 from gradwire.compress._validation import check_elements, check_entries, check_tensor, check_whole_number, wrong
-from gradwire.hooks._bucket import GradBucket, bucket_device, bucket_dtype
+from gradwire.hooks._bucket import GradBucket, bucket_device, bucket_dtype, described
 from gradwire.hooks._handshake import HookSettings, digest
 from gradwire.hooks._parameter_names import ParameterNames, is_number, plain_name
 from gradwire.kernels import SegmentTable, as_real, compute_dtype, gradient_layout, layout_in_dtype, memory_order
@@ -70,6 +70,13 @@ class BucketMemory:
         return self._lists[entry]
 
 
+class Scaler(Protocol):
+    """A gradient scaler, such as ``torch.amp.GradScaler``."""
+
+    def get_scale(self) -> float:
+        """The factor by which the loss is multiplied."""
+
+
 class DeclaredMemory(HookSettings):
     """The memory of a state, by parameter name: that of the current buckets, and that of a loaded checkpoint."""
 
@@ -97,6 +104,8 @@ class DeclaredMemory(HookSettings):
         self._loaded: dict[str, dict[str, Tensor]] = {entry: {} for entry in self.memory}
         # Memory of each bucket, by parameter names, with the dtype and ranks for which it was made.
         self._buckets: dict[tuple[str, ...], tuple[object, Any]] = {}
+        self._scaler: Scaler | None = None
+        self._scale: float | None = None  # of the errors; None: that of the next step
 
     def new_bucket(self, bucket: GradBucket, names: tuple[str, ...], group: dist.ProcessGroup) -> Any:
         """The result of `make_bucket`, which starts from the memory of earlier buckets, or from loaded memory that
@@ -165,6 +174,7 @@ class DeclaredMemory(HookSettings):
 
     def _trained(self, entry: str) -> dict[str, Tensor]:
         """This rank's memory that needs no share of a checkpoint."""
+        self.match_scale()
         tensors = dict(self._tensors[entry])
         for _, bucket in self._buckets.values():
             tensors.update(self.folded(bucket).get(entry, {}))
@@ -177,6 +187,48 @@ class DeclaredMemory(HookSettings):
     def residuals(self) -> Sequence[Tensor]:
         """This rank's error memory, for `metrics`."""
         return list(self._tensors.get(ERRORS, {}).values())
+
+    def follow_scaler(self, scaler: Scaler | None) -> None:
+        """Multiply the error memory by the same factor as the scale of a gradient scaler whenever that changes.
+
+        Errors are parts of earlier gradients, in the scale of their step. Without this, they count twice or half after
+        a change of the scale by 2. With it, nothing is rounded if the factor is a power of two.
+
+        The scale is read before the first bucket of each step. On a GPU, the host waits there for the forward pass, as
+        it does in ``scaler.step``.
+
+        Args:
+            scaler: a ``torch.amp.GradScaler``, or another object with ``get_scale()``. It is not saved in checkpoints:
+                save and load its own state. None to follow none.
+
+        Raises:
+            TypeError: ``scaler`` has no method ``get_scale``.
+
+        Examples:
+            >>> scaler = torch.amp.GradScaler()
+            >>> state.follow_scaler(scaler)
+        """
+        if scaler is not None and not callable(getattr(scaler, "get_scale", None)):
+            raise TypeError(f"scaler is {described(scaler)}; expected a torch.amp.GradScaler, or None.")
+        self._scaler, self._scale = scaler, None
+        self.match_scale()
+
+    def match_scale(self) -> None:
+        """Multiply the error memory if the scale has changed since the last call."""
+        if self._scaler is None:
+            return
+        scale, before = float(self._scaler.get_scale()), self._scale
+        self._scale = scale
+        if before is None or before == scale:
+            return
+        kept = list(self.residuals())
+        of_buckets = {error.untyped_storage().data_ptr() for error in kept}
+        for tensors in (self._tensors, self._loaded):  # those of buckets are views
+            for error in tensors.get(ERRORS, {}).values():
+                if error.untyped_storage().data_ptr() not in of_buckets:
+                    kept.append(error)
+        for error in kept:
+            error.mul_(scale / before if before else 0)
 
     @property
     def error_memory_bytes(self) -> int:
@@ -338,7 +390,7 @@ class Checkpointed(DeclaredMemory):
             loaded = {name: tensor.detach().clone() for name, tensor in state_dict[entry].items()}
             # The world size, and with it this rank's share of a sum, may not be known yet.
             self._tensors[entry], self._loaded[entry] = ({}, loaded) if declared.merge == "sum" else (loaded, {})
-        self._buckets = {}
+        self._buckets, self._scale = {}, None
         self._restored(state_dict)
 
     def _restored(self, saved: Mapping[str, Any]) -> None:

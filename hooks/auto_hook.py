@@ -13,7 +13,7 @@ from gradwire.comm import executor_for
 from gradwire.compress._validation import check_entries, check_whole_number, wrong
 from gradwire.hooks._auto_trial import PLAIN, Method, Trial, choose, make_method, predicted_ms, slowest_times
 from gradwire.hooks._bucket import GradBucket, bucket_device
-from gradwire.hooks._checkpoint import check_count, option_values
+from gradwire.hooks._checkpoint import Scaler, check_count, option_values
 from gradwire.hooks._handshake import digest
 from gradwire.hooks._parameter_names import parameter_names, plain_name
 from gradwire.hooks.hook_state import HookState, hook_for, with_option_attributes
@@ -112,6 +112,7 @@ class AutoState(HookState):
     ) -> None:
         self._methods: dict[str, Method] = {}
         self._trials: list[Trial] = []
+        self._followed: Scaler | None = None
         options = AutoOptions(candidates=tuple(candidates), repeats=repeats, min_gain=min_gain, plan=plan or {})
         super().__init__("auto_hook", process_group, options)
         self._applied_plan = dict(options.plan)
@@ -167,6 +168,13 @@ class AutoState(HookState):
     def residuals(self) -> list[Tensor]:
         """This rank's error memory, for `metrics`."""
         return [error for method in self._methods.values() for error in method.state.residuals()]
+
+    def follow_scaler(self, scaler: Scaler | None) -> None:
+        """Rescale the error memory of every method; see `HookState.follow_scaler`."""
+        self._followed = scaler
+        for method in (*self._methods.values(), *(trial.method for trial in self._trials)):
+            if isinstance(method.state, HookState):
+                method.state.follow_scaler(scaler)
 
     def method(self, name: str) -> Method:
         """The method of a candidate, created at its first use."""
@@ -266,6 +274,7 @@ class AutoState(HookState):
     def _make(self, name: str) -> Method:
         method = make_method(name, self.process_group, FIRST_STEPS)
         if isinstance(method.state, HookState):
+            method.state.follow_scaler(self._followed)
             if self._names.module is not None:
                 method.state.bind(self._names.module)
             elif self._names.layouts:

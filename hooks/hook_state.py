@@ -362,6 +362,7 @@ class HookState(Checkpointed):
         """Begin a step. The one before ends now if its last bucket was skipped or went to another hook."""
         if not self._is_counted:
             self.count_step()
+        self.match_scale()
 
     def maybe_increase_iter(self, bucket: GradBucket) -> None:
         """Count the step if ``bucket``, which raised no error, is its last."""

@@ -176,7 +176,7 @@ def test_tests_named_in_the_docs_exist():
 
 def test_files_that_a_law_names_have_its_tests():
     """A cell reads "`test_lawN_*` in" and links to files, up to a semicolon."""
-    laws = re.findall(r"`(test_law\d_)\*` in ([^;|]+)", (ROOT / "docs" / "laws.md").read_text())
+    laws = re.findall(r"`(test_law\d_)\*` in ([^;|]+)", (ROOT / "docs" / "guarantees.md").read_text())
     assert len(laws) == 6
     for prefix, links in laws:
         for path in re.findall(r"\]\(\.\./([^)]+)\)", links):

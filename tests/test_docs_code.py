@@ -100,7 +100,7 @@ def test_checkpoint_saved_as_documented_resumes_as_documented(world_of_one, tmp_
 
 
 def test_loop_on_the_fault_handling_page_trains_on_after_an_error(world_of_one):
-    (block,) = blocks_of("fault-handling.md")
+    block, comparing = blocks_of("fault-handling.md")
     ddp = gradwire.DistributedDataParallel(torch.nn.Linear(4, 4))
     failures = iter([False, True, False])
 
@@ -116,3 +116,4 @@ def test_loop_on_the_fault_handling_page_trains_on_after_an_error(world_of_one):
         {"model": model, "optimizer": torch.optim.SGD(ddp.parameters(), lr=1.0), "loader": [torch.ones(1, 4)] * 3},
     )
     assert torch.equal(ddp.module.weight, before - 2)
+    exec(comparing, {"gradwire": gradwire, "module": torch.nn.Linear(4, 4)})

@@ -22,14 +22,14 @@ def site_links():
 @pytest.mark.parametrize(
     ("link", "expected", "folder", "place", "url"),
     [
-        ("[laws](laws.md)", "[laws](laws.md)", "docs", "", URL),
+        ("[laws](guarantees.md)", "[laws](guarantees.md)", "docs", "", URL),
         ("[a](../CONTRIBUTING.md#adding-a-hook)", "[a](contributing.md#adding-a-hook)", "docs", "", URL),
         ("[a](https://pytorch.org)", "[a](https://pytorch.org)", "docs", "", URL),
         ("[a](#here)", "[a](#here)", "docs", "", URL),
         ("![plot](plots/demo.png)", "![plot](plots/demo.png)", "docs", "", URL),
         ("[a](no_such_page.md)", "[a](no_such_page.md)", "docs", "", URL),
         ("[a](../no_such_file)", "[a](../no_such_file)", "docs", "", URL),
-        ("[laws](docs/laws.md)", "[laws](laws.md)", "", "", None),
+        ("[laws](docs/guarantees.md)", "[laws](guarantees.md)", "", "", None),
         ("![plot](docs/plots/demo.png)", "![plot](plots/demo.png)", "", "", None),
         ("[p](../examples/train_ddp.py)", "[p](examples.md#train_ddppy)", "docs", "", None),
         ("[p](../../examples/train_ddp.py)", "[p](../examples.md#train_ddppy)", "docs/api", "api", URL),

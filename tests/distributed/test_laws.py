@@ -1,4 +1,4 @@
-"""The laws of docs/laws.md, for every hook; and laws 2 and 3 without compression."""
+"""The laws of docs/guarantees.md, for every hook; and laws 2 and 3 without compression."""
 
 from functools import partial
 from types import NoneType

@@ -1,0 +1,127 @@
+"""`HookState.follow_scaler`: the error memory keeps the scale of the gradients."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gradwire.hooks import quantization_hooks
+from gradwire.hooks.auto_hook import AutoState, auto_hook
+from tests.support.bits import assert_same_bits, assert_same_on_all_ranks, differences
+from tests.support.ranks import from_all_ranks, on_ranks
+from tests.support.training import HOOKS, WRAPPERS, error_of, gradients, own_batches, register, wrapped
+
+WITH_ERRORS = ["powersgd", "powersgd_int8", "powersgd_alternating", "fp16_of_powersgd", "int4", "int4_on_nodes", "topk"]
+CONSTANT = [1024.0] * 9
+CHANGING = [1024.0] * 4 + [2048.0] * 2 + [512.0] * 3
+
+
+class Scaler:
+    """A gradient scaler whose scale a test sets."""
+
+    scale = 1024.0
+
+    def get_scale(self):
+        return self.scale
+
+
+def unscaled_gradients(hook, scales, *, wrapper="gradwire", follows=True, resumes_at=None):
+    """The gradients divided by the scale, of a step at each of these scales, which change between two steps.
+
+    Before step ``resumes_at``, once its scale is set, a new state loads the checkpoint of the old one.
+    """
+    ddp, scaler, generator, seen = wrapped(wrapper), Scaler(), own_batches(), []
+    state = register(ddp, hook)
+    for step, scale in enumerate(scales):
+        scaler.scale = scale
+        if step == resumes_at:
+            saved = state.state_dict()
+            ddp = wrapped(wrapper)
+            state = register(ddp, hook)
+            state.load_state_dict(saved)
+        if follows and step in (0, resumes_at):
+            state.follow_scaler(scaler)
+        ddp.zero_grad()
+        (ddp(*ddp.module.batch(generator)) * scale).backward()
+        seen.append({name: gradient / scale for name, gradient in gradients(ddp).items()})
+    return seen
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("hook", WITH_ERRORS)
+@on_ranks(2, 3)
+def test_changes_of_the_scale_change_no_bits_of_the_unscaled_gradients(hook, wrapper):
+    expected = unscaled_gradients(hook, CONSTANT, wrapper=wrapper)
+    seen = unscaled_gradients(hook, CHANGING, wrapper=wrapper)
+    assert_same_bits(seen, expected)
+    assert_same_on_all_ranks(from_all_ranks(seen))
+    assert differences(unscaled_gradients(hook, CHANGING, wrapper=wrapper, follows=False), expected)
+
+
+@pytest.mark.parametrize("step", [6, 7], ids=["changed since the last step", "unchanged"])
+@pytest.mark.parametrize("hook", WITH_ERRORS)
+@on_ranks(2, 3)
+def test_checkpoint_has_the_scale_of_the_scaler(hook, step):
+    assert_same_bits(
+        unscaled_gradients(hook, CHANGING, resumes_at=step), unscaled_gradients(hook, CONSTANT, resumes_at=step)
+    )
+
+
+@on_ranks(2)
+def test_auto_hook_rescales_the_errors_of_its_methods():
+    plan = {"layers.0.weight": "int4", "layers.2.weight": "powersgd-r1"}
+
+    def new(group):
+        return AutoState(group, candidates=("plain", "int4", "powersgd-r1"), plan=plan), auto_hook
+
+    assert_same_bits(unscaled_gradients(new(None), CHANGING), unscaled_gradients(new(None), CONSTANT))
+
+
+@on_ranks(2, 3)
+def test_law1_holds_over_the_steps_that_a_gradient_scaler_skips_and_rescales():
+    """Over all steps, gradients == applied + errors, everything divided by its step's scale."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    ddp = wrapped(model="mlp", hook=None)
+    state = register(ddp, "int4")
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    state.follow_scaler(scaler)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
+    generator, scales, largest = own_batches(), [], 0.0
+    total = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in ddp.module.named_parameters()}
+    for step in range(12):
+        (batch,) = ddp.module.batch(generator)
+        overflows = step == 7
+        if overflows and rank == 0:
+            batch = batch * float("inf")
+        own = torch.autograd.grad(ddp.module(batch), list(ddp.module.parameters()))
+        optimizer.zero_grad()
+        scaler.scale(ddp(batch)).backward()
+        scale = scaler.get_scale()
+        if not overflows:
+            for (name, gradient), exact in zip(gradients(ddp).items(), own, strict=True):
+                mean = exact.double()
+                dist.all_reduce(mean)
+                total[name] += mean / size - gradient.double() / scale
+                largest = max(largest, mean.abs().max().item())
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    assert max(scales) > scales[0] and min(after / before for before, after in pairwise(scales)) == 0.5
+    errors, tolerance = state.state_dict()["errors"], len(scales) * 2**-23 * largest
+    for name, missing in total.items():
+        error = errors[name].double() / scaler.get_scale()
+        torch.testing.assert_close(missing, error, rtol=0, atol=tolerance)
+    assert max(missing.abs().max() for missing in total.values()) > 100 * tolerance
+
+
+@on_ranks(1)
+def test_object_without_a_scale_is_refused():
+    kind, message = error_of(quantization_hooks.QuantizationState().follow_scaler, 1024.0)
+    assert kind == "TypeError"
+    assert message == "scaler is 1024.0; expected a torch.amp.GradScaler, or None."
+
+
+def test_the_tests_have_every_hook_with_error_memory():
+    kept = {name for name, make in HOOKS.items() if "errors" in getattr(make(None)[0], "memory", ())}
+    assert {type(HOOKS[name](None)[0]) for name in kept} == {type(HOOKS[name](None)[0]) for name in WITH_ERRORS}
