@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 --max-restarts 1 examples/train_elastic.py checkpoints 70
 
 Rank 1 fails at step 70 of the first attempt. torchrun restarts both ranks, which resume from step 50. Checkpoints
-are saved with `torch.distributed.checkpoint` and load on any number of ranks, so torchrun may lose or gain a node.
+load on any number of ranks, so torchrun may lose or gain a node.
 """
 
 import os
@@ -12,11 +12,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from gradwire import DistributedDataParallel
+from gradwire import DistributedDataParallel, checkpoint
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
 
 STEPS, SAVE_EVERY = 150, 50
@@ -39,13 +37,7 @@ def main(folder: Path, failing_step: int) -> None:
     model.register_comm_hook(state, quantization_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
 
-    # A checkpoint is complete once it has metadata.
-    saved = sorted(folder.glob("*/.metadata"), key=lambda path: int(path.parent.name))
-    if saved:
-        weights, moments = get_state_dict(model, optimizer)
-        parts = {"model": weights, "optimizer": moments, "hook": state}
-        dcp.load(parts, checkpoint_id=saved[-1].parent)
-        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+    checkpoint.load(folder, model, optimizer)  # nothing in the first attempt
     if rank == 0:
         print(f"attempt {attempt}: {dist.get_world_size()} ranks, start at step {state.iter}", flush=True)
 
@@ -59,9 +51,7 @@ def main(folder: Path, failing_step: int) -> None:
         loss.backward()
         optimizer.step()
         if state.iter % SAVE_EVERY == 0:
-            weights, moments = get_state_dict(model, optimizer)
-            parts = {"model": weights, "optimizer": moments, "hook": state}
-            dcp.save(parts, checkpoint_id=folder / str(state.iter))  # a collective call
+            checkpoint.save(folder, model, optimizer, state.iter)  # a collective call
             if rank == 0:
                 print(f"step {state.iter}: loss {loss.item():.3f}, saved", flush=True)
     dist.destroy_process_group()

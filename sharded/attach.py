@@ -282,6 +282,17 @@ def attach(
     return Attachment(state, "; ".join(report), before, parameters, exchange, model)
 
 
+def is_attached(model: nn.Module) -> bool:
+    """Whether gradwire compresses an exchange of this FSDP2 model."""
+    return any(map(_is_changed, parameter_groups(model)))
+
+
+def _is_changed(group: Any) -> bool:
+    return isinstance(replica_group(group), ReplicaGroup) or isinstance(
+        reduce_scatter_of(group), QuantizedReduceScatter
+    )
+
+
 def _reduce_scatter_options(within: object) -> ReduceScatterOptions | None:
     if within is None or isinstance(within, ReduceScatterOptions):
         return within
@@ -316,9 +327,7 @@ def _check_groups(
         )
     if within is not None and not scattered:
         raise ValueError("within has no effect on this model, which has no shards. Leave it out.")
-    if any(isinstance(each, ReplicaGroup) for each in replicas) or any(
-        isinstance(reduce_scatter_of(group), QuantizedReduceScatter) for group in groups
-    ):
+    if any(map(_is_changed, groups)):
         raise ValueError("gradwire is attached to this model already. Call detach() of its Attachment first.")
     ranks = {tuple(dist.get_process_group_ranks(each)) for each in replicas}
     if averages and len(ranks) > 1:

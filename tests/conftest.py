@@ -25,7 +25,11 @@ collect_ignore_glob = (
     ["test_*.py", "conformance", "distributed", "integrations", "kernels", "planner"] if MISSING else []
 )
 if not MISSING:
+    from hypothesis import Phase, settings
+
     import tests.support.harness  # noqa: F401 - whatever starts the first rank, the ranks can import `tests`
+
+    settings.register_profile("no shrinking", phases=set(Phase) - {Phase.shrink, Phase.explain})  # for tools.mutants
 
 
 def pytest_configure(config):

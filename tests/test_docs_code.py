@@ -75,8 +75,9 @@ def test_code_on_a_page_runs_and_its_hooks_train(world_of_one, monkeypatch, page
 
 @pytest.mark.parametrize("name", HOOKS)
 def test_checkpoint_saved_as_documented_resumes_as_documented(world_of_one, tmp_path, name):
-    save, resume, dcp_save, dcp_resume = blocks_of("checkpointing.md")
+    load_all, save_all, save, resume, dcp_save, dcp_resume = blocks_of("checkpointing.md")
     names = {"torch": torch, "dist": dist, "dcp": dcp, "path": tmp_path / "saved.pt", "folder": tmp_path / "saved"}
+    names["step"] = 4
 
     def begin():
         names["model"] = gradwire.DistributedDataParallel(new_model())
@@ -88,8 +89,9 @@ def test_checkpoint_saved_as_documented_resumes_as_documented(world_of_one, tmp_
     train(names["model"], names["optimizer"], 4)
     exec(save, names)
     exec(dcp_save, names)
+    exec("from gradwire import checkpoint\n" + save_all, names)
     saved_model, saved_hook = dict(names["model"].module.state_dict()), names["state"].state_dict()
-    for block in (resume, dcp_resume):
+    for block in (resume, dcp_resume, load_all):
         begin()
         exec(block, names)
         assert all(torch.equal(each, saved_model[key]) for key, each in names["model"].module.state_dict().items())

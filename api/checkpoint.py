@@ -1,0 +1,317 @@
+"""Checkpoints of a data-parallel training, with the state of its communication hook: `save` and `load`.
+
+A checkpoint is a folder. The model and the optimizer are in the format of `torch.distributed.checkpoint`, all other
+parts in one file of rank 0. A checkpoint becomes visible when it is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as load_parts
+from torch.distributed.checkpoint.state_dict_saver import save as save_parts
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.optim import Optimizer
+
+from gradwire._version import __version__
+from gradwire.comm.store_collectives import store_all_gather
+from gradwire.comm.torch_internals import default_group
+from gradwire.compress._validation import check_whole_number
+from gradwire.hooks._parameter_names import plain_name
+from gradwire.hooks._recovery import format_by_rank
+from gradwire.sharded import Attachment
+from gradwire.sharded.attach import is_attached
+
+__all__ = ["latest", "load", "save"]
+
+FORMAT = 1  # of the file of rank 0
+FILE = "gradwire.pt"
+TIMEOUT = timedelta(minutes=5)  # for a rank that has not come to `save` or `load`, or that still writes
+_NAME = re.compile(r"step-(\d+)")
+T = TypeVar("T")
+
+
+def save(
+    folder: str | Path,
+    model: nn.Module,
+    optimizer: Optimizer,
+    step: int,
+    *,
+    hook: Attachment | None = None,
+    objects: Mapping[str, Stateful] | None = None,
+    keep: int = 2,
+) -> Path:
+    """Save a training between two steps: model, optimizer, the state of the hook, random numbers, and the step.
+
+    A collective call: every rank of the default process group must make it. The checkpoint is written to a hidden
+    folder, and renamed once it is complete: a crash leaves the earlier checkpoints. Every rank returns after that.
+
+    Args:
+        folder: folder of the checkpoints of this training, on a file system that all ranks share.
+        model: a DistributedDataParallel, PyTorch's or gradwire's, whose hook is registered, or an FSDP2 model.
+        optimizer: the optimizer.
+        step: number of steps so far, 0 or larger. Equal on all ranks.
+        hook: the result of `gradwire.attach` for an FSDP2 model.
+        objects: further objects with ``state_dict`` and ``load_state_dict``, by name, such as a learning-rate scheduler
+            and a gradient scaler. Their state must be equal on all ranks, in tensors and plain values: that of rank 0
+            is saved.
+        keep: number of checkpoints to keep, this one included, 1 or more. Older ones are deleted.
+
+    Returns:
+        The folder of this checkpoint, ``folder/step-N``.
+
+    Raises:
+        ValueError: an argument is out of range, or the model has no hook that ``hook`` could be for, or needs ``hook``.
+        RuntimeError: on every rank, if some ranks do not make this call within five minutes, have another ``step``, or
+            cannot write. Nothing is deleted then.
+    """
+    folder, rank = Path(folder).absolute(), dist.get_rank()
+    hidden, final = folder / f".step-{step}", folder / f"step-{step}"
+
+    def begin() -> int:
+        check_whole_number("step", step, "a whole number of steps, at least 0", 0)
+        check_whole_number("keep", keep, "a whole number of checkpoints, at least 1", 1)
+        _memories(model, hook)
+        if rank == 0:
+            shutil.rmtree(hidden, ignore_errors=True)  # of a run that ended while it saved
+            hidden.mkdir(parents=True)
+        return step
+
+    steps = _on_every_rank("gradwire.checkpoint.save()", begin)
+    if len(set(steps)) > 1:
+        raise RuntimeError(f"step is {format_by_rank(steps)}; expected the same on every rank.")
+    states, attachment = _memories(model, hook)
+    hooks = {name: _hook_entry(state) for name, state in states.items()}
+    numbers: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(numbers, _random_state())
+    with _as_runtime_error("gradwire.checkpoint.save()"):
+        save_parts(_parts(model, optimizer, attachment), checkpoint_id=hidden)
+
+    def finish() -> None:
+        if rank == 0:
+            small = {
+                "format": FORMAT,
+                "gradwire": __version__,
+                "step": step,
+                "hooks": hooks,
+                "objects": {name: each.state_dict() for name, each in (objects or {}).items()},
+                "random": numbers,
+            }
+            _write(small, hidden / FILE)
+            _replace(hidden, final)
+            for old in [each for each in _complete(folder) if each < step][: 1 - keep or None]:
+                shutil.rmtree(folder / f"step-{old}")
+
+    _on_every_rank("gradwire.checkpoint.save(), its end", finish)
+    return final
+
+
+def load(
+    folder: str | Path,
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    hook: Attachment | None = None,
+    objects: Mapping[str, Stateful] | None = None,
+) -> int | None:
+    """Continue a training from its latest checkpoint, on any number of ranks.
+
+    A collective call: every rank of the default process group must make it, after the hook was registered. All ranks
+    load the same checkpoint.
+
+    Args:
+        folder: folder of the checkpoints of `save`.
+        model: the model, wrapped like the saved one. Modified.
+        optimizer: the optimizer. Modified.
+        hook: the result of `gradwire.attach` for an FSDP2 model. Modified.
+        objects: objects by name, as for `save`. Modified.
+
+    Returns:
+        Number of steps of the checkpoint; None if the folder has none, or does not exist. Nothing is modified then.
+
+    Raises:
+        ValueError: the checkpoint has a newer format, lacks one of the ``objects``, or is for another hook. Nothing is
+            modified.
+        RuntimeError: on every rank, if some ranks do not make this call within five minutes, or cannot read.
+    """
+    found = partial(_first_ranks_latest, Path(folder).absolute())
+    name = _on_every_rank("gradwire.checkpoint.load()", found)[0]
+    if name is None:
+        return None
+    place = Path(folder).absolute() / name
+    states, attachment = _memories(model, hook)
+    small: dict[str, Any] = {}
+
+    def read() -> None:
+        small.update(_read(place / FILE, states, objects or {}))
+
+    _on_every_rank("gradwire.checkpoint.load(), its file", read)
+    for each, state in states.items():
+        state.load_state_dict(small["hooks"][each]["state"])
+    parts = _parts(model, optimizer, attachment)
+    with _as_runtime_error("gradwire.checkpoint.load()"):
+        load_parts(parts, checkpoint_id=place)
+    set_state_dict(model, optimizer, model_state_dict=parts["model"], optim_state_dict=parts["optimizer"])
+    if attachment is not None:
+        attachment.load_state_dict(parts["hook"])
+    for each, stateful in (objects or {}).items():
+        stateful.load_state_dict(small["objects"][each])
+    if dist.get_rank() < len(small["random"]):
+        _set_random_state(small["random"][dist.get_rank()])
+    return int(small["step"])
+
+
+def latest(folder: str | Path) -> Path | None:
+    """The newest complete checkpoint of `save` in a folder; None if there is none."""
+    steps = _complete(Path(folder))
+    return Path(folder) / f"step-{steps[-1]}" if steps else None
+
+
+def _complete(folder: Path) -> list[int]:
+    """The steps of the complete checkpoints in a folder, ascending."""
+    names = [_NAME.fullmatch(file.parent.name) for file in folder.glob(f"step-*/{FILE}")]
+    return sorted(int(match[1]) for match in names if match)
+
+
+def _first_ranks_latest(folder: Path) -> str | None:
+    found = latest(folder) if dist.get_rank() == 0 else None
+    return found.name if found else None
+
+
+def _on_every_rank(call: str, action: Callable[[], T]) -> list[T]:
+    """The results of ``action`` on all ranks, in JSON. A collective call. An error on one rank raises on every rank."""
+    error, result = None, None
+    try:
+        result = action()
+    except Exception as raised:
+        error = raised
+    text = None if error is None else f"{type(error).__name__}: {error}"
+    group = default_group()
+    by_rank = [json.loads(each) for each in store_all_gather(group, call, json.dumps([result, text]), TIMEOUT)]
+    if error is not None:
+        raise error
+    if failed := [(rank, text) for rank, (_, text) in enumerate(by_rank) if text is not None]:
+        raise RuntimeError(f"{call} failed on rank {failed[0][0]}: {failed[0][1]}")
+    return [result for result, _ in by_rank]
+
+
+@contextmanager
+def _as_runtime_error(call: str) -> Iterator[None]:
+    """Raise PyTorch's error, which is no `Exception`, as RuntimeError. It is the same on all ranks."""
+    try:
+        yield
+    except CheckpointException as error:
+        raise RuntimeError(f"{call} failed: {error}") from error
+
+
+# The parts of a checkpoint.
+
+
+def _memories(model: nn.Module, hook: Attachment | None) -> tuple[dict[str, Any], Attachment | None]:
+    """The states of the hooks in a model, by name of the wrapped module, and the attachment of a sharded model.
+
+    Raises ValueError if ``hook`` is missing, or does not belong to the model.
+    """
+    wrappers = {name: each for name, each in model.named_modules() if isinstance(each, TorchDDP)}
+    states = {plain_name(name): state for name, each in wrappers.items() for _, state in each._comm_hooks}
+    states = {name: state for name, state in states.items() if isinstance(state, Stateful)}
+    if wrappers:
+        return states, None
+    if hook is None and is_attached(model):
+        raise ValueError(
+            "gradwire is attached to this model, and its memory belongs to the checkpoint. Pass hook=, the result of "
+            "gradwire.attach."
+        )
+    return {}, hook
+
+
+def _parts(model: nn.Module, optimizer: Optimizer, attachment: Attachment | None) -> dict[str, Any]:
+    """The parts in the format of `torch.distributed.checkpoint`. A collective call."""
+    weights, moments = get_state_dict(model, optimizer)
+    return {"model": weights, "optimizer": moments} | ({} if attachment is None else {"hook": attachment.state_dict()})
+
+
+def _hook_entry(state: Any) -> dict[str, Any]:
+    """The state of a hook, equal on all ranks. A collective call."""
+    if hasattr(state, "prepare_checkpoint"):
+        state.prepare_checkpoint()  # waits longer for the other ranks than `state_dict` does
+    return {"kind": type(state).__name__, "state": state.state_dict()}
+
+
+def _random_state() -> dict[str, Any]:
+    """The states of the random number generators of this rank: PyTorch's, those of its device and Python's."""
+    version, words, position = random.getstate()
+    state: dict[str, Any] = {"python": [version, list(words), position], "cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _set_random_state(state: Mapping[str, Any]) -> None:
+    version, words, position = state["python"]
+    random.setstate((version, tuple(words), position))
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+# The file of rank 0, and the folder.
+
+
+def _write(content: dict[str, Any], path: Path) -> None:
+    with path.open("wb") as file:
+        torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _replace(hidden: Path, final: Path) -> None:
+    """Rename a complete checkpoint, in place of one of the same step if there is one."""
+    if final.exists():
+        shutil.rmtree(final)
+    hidden.rename(final)
+    folder = os.open(final.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _read(path: Path, states: Mapping[str, Any], objects: Mapping[str, Stateful]) -> dict[str, Any]:
+    """The content of the file of rank 0; raises ValueError unless it is for these states and objects."""
+    content: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
+    if content["format"] > FORMAT:
+        raise ValueError(
+            f"{path} has format {content['format']}, of gradwire {content['gradwire']}; this is gradwire "
+            f"{__version__}, which reads formats up to {FORMAT}. Install a newer version."
+        )
+    if missing := sorted(objects.keys() - content["objects"].keys()):
+        raise ValueError(f"{path} has no state of {', '.join(missing)}. Leave it out of objects, or load another one.")
+    saved = {name: entry["kind"] for name, entry in content["hooks"].items()}
+    here = {name: type(state).__name__ for name, state in states.items()}
+    if saved != here:
+        raise ValueError(
+            f"{path} has {_described(saved)}, this model {_described(here)}. Register the hook of the saved run before "
+            "you load."
+        )
+    return content
+
+
+def _described(kinds: Mapping[str, str]) -> str:
+    return ", ".join(f"a {kind}{f' of {name}' if name else ''}" for name, kind in kinds.items()) or "no state of a hook"
