@@ -6,6 +6,7 @@ parts in one file of rank 0. A checkpoint becomes visible when it is complete.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,8 +42,9 @@ from gradwire.sharded.attach import is_attached
 
 __all__ = ["latest", "load", "save"]
 
-FORMAT = 1  # of the file of rank 0
-FILE = "gradwire.pt"
+FORMAT = 1
+FILE, ABOUT = "gradwire.pt", "gradwire.json"  # all but the model and the optimizer; format, version and checksum
+REMEDY = "Delete the folder, to load the checkpoint before it."
 TIMEOUT = timedelta(minutes=5)  # for a rank that has not come to `save` or `load`, or that still writes
 _NAME = re.compile(r"step-(\d+)")
 T = TypeVar("T")
@@ -106,14 +109,11 @@ def save(
     def finish() -> None:
         if rank == 0:
             small = {
-                "format": FORMAT,
-                "gradwire": __version__,
-                "step": step,
                 "hooks": hooks,
                 "objects": {name: each.state_dict() for name, each in (objects or {}).items()},
                 "random": numbers,
             }
-            _write(small, hidden / FILE)
+            _write(small, step, hidden)
             _replace(hidden, final)
             for old in [each for each in _complete(folder) if each < step][: 1 - keep or None]:
                 shutil.rmtree(folder / f"step-{old}")
@@ -146,8 +146,8 @@ def load(
         Number of steps of the checkpoint; None if the folder has none, or does not exist. Nothing is modified then.
 
     Raises:
-        ValueError: the checkpoint has a newer format, lacks one of the ``objects``, or is for another hook. Nothing is
-            modified.
+        ValueError: the checkpoint is damaged, has a newer format, lacks one of the ``objects``, or is for another hook.
+            Nothing is modified.
         RuntimeError: on every rank, if some ranks do not make this call within five minutes, or cannot read.
     """
     found = partial(_first_ranks_latest, Path(folder).absolute())
@@ -159,7 +159,7 @@ def load(
     small: dict[str, Any] = {}
 
     def read() -> None:
-        small.update(_read(place / FILE, states, objects or {}))
+        small.update(_read(place, states, objects or {}))
 
     _on_every_rank("gradwire.checkpoint.load(), its file", read)
     for each, state in states.items():
@@ -174,7 +174,7 @@ def load(
         stateful.load_state_dict(small["objects"][each])
     if dist.get_rank() < len(small["random"]):
         _set_random_state(small["random"][dist.get_rank()])
-    return int(small["step"])
+    return int(name.removeprefix("step-"))
 
 
 def latest(folder: str | Path) -> Path | None:
@@ -185,7 +185,7 @@ def latest(folder: str | Path) -> Path | None:
 
 def _complete(folder: Path) -> list[int]:
     """The steps of the complete checkpoints in a folder, ascending."""
-    names = [_NAME.fullmatch(file.parent.name) for file in folder.glob(f"step-*/{FILE}")]
+    names = [_NAME.fullmatch(file.parent.name) for file in folder.glob(f"step-*/{ABOUT}")]
     return sorted(int(match[1]) for match in names if match)
 
 
@@ -274,11 +274,19 @@ def _set_random_state(state: Mapping[str, Any]) -> None:
 # The file of rank 0, and the folder.
 
 
-def _write(content: dict[str, Any], path: Path) -> None:
-    with path.open("wb") as file:
-        torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
+def _write(content: dict[str, Any], step: int, folder: Path) -> None:
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    about = {"format": FORMAT, "gradwire": __version__, "step": step, "blake2b": _digest(buffer.getvalue())}
+    for name, data in ((FILE, buffer.getvalue()), (ABOUT, json.dumps(about, indent=1).encode())):
+        with (folder / name).open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _digest(data: bytes) -> str:
+    return blake2b(data, digest_size=32).hexdigest()
 
 
 def _replace(hidden: Path, final: Path) -> None:
@@ -293,22 +301,29 @@ def _replace(hidden: Path, final: Path) -> None:
         os.close(folder)
 
 
-def _read(path: Path, states: Mapping[str, Any], objects: Mapping[str, Stateful]) -> dict[str, Any]:
+def _read(folder: Path, states: Mapping[str, Any], objects: Mapping[str, Stateful]) -> dict[str, Any]:
     """The content of the file of rank 0; raises ValueError unless it is for these states and objects."""
-    content: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
-    if content["format"] > FORMAT:
+    try:
+        about, data = json.loads((folder / ABOUT).read_text()), (folder / FILE).read_bytes()
+        written_as, is_whole = int(about["format"]), about["blake2b"] == _digest(data)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{folder} is damaged: {type(error).__name__}: {error}. {REMEDY}") from error
+    if written_as > FORMAT:
         raise ValueError(
-            f"{path} has format {content['format']}, of gradwire {content['gradwire']}; this is gradwire "
-            f"{__version__}, which reads formats up to {FORMAT}. Install a newer version."
+            f"{folder} has format {written_as}, of gradwire {about.get('gradwire')}; this is gradwire {__version__}, "
+            f"which reads formats up to {FORMAT}. Install a newer version."
         )
+    if not is_whole:
+        raise ValueError(f"{folder} is damaged: {FILE} has another checksum than {ABOUT} says. {REMEDY}")
+    content: dict[str, Any] = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
     if missing := sorted(objects.keys() - content["objects"].keys()):
-        raise ValueError(f"{path} has no state of {', '.join(missing)}. Leave it out of objects, or load another one.")
+        raise ValueError(f"{folder} has no state of {', '.join(missing)}. Leave it out of objects.")
     saved = {name: entry["kind"] for name, entry in content["hooks"].items()}
     here = {name: type(state).__name__ for name, state in states.items()}
     if saved != here:
         raise ValueError(
-            f"{path} has {_described(saved)}, this model {_described(here)}. Register the hook of the saved run before "
-            "you load."
+            f"{folder} has {_described(saved)}, this model {_described(here)}. Register the hook of the saved run "
+            "before you load."
         )
     return content
 

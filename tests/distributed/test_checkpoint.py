@@ -1,7 +1,10 @@
 """`gradwire.checkpoint`: a training is saved by all ranks or by none, and resumes where it was."""
 
+import json
+import pickle
 import random
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ from gradwire import checkpoint
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
 from tests.support.ranks import from_all_ranks, on_ranks
 from tests.support.sharded import sharded
-from tests.support.training import HOOKS, WRAPPERS, gradients, message_of, register, wrapped
+from tests.support.training import HOOKS, WRAPPERS, error_of, gradients, message_of, register, wrapped
 
 
 class Training:
@@ -206,12 +209,21 @@ def other_hook(folder):
     return Training("powersgd")
 
 
-def newer_format(folder):
-    content = torch.load(folder / "step-3" / checkpoint.FILE, weights_only=True)
+def change_about(folder, **changes):
+    """Change what rank 0 has written about a checkpoint, before any rank reads it."""
     if dist.get_rank() == 0:
-        torch.save(content | {"format": checkpoint.FORMAT + 1, "gradwire": "9.0"}, folder / "step-3" / checkpoint.FILE)
+        path = folder / "step-3" / checkpoint.ABOUT
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     dist.barrier()
     return Training("int4")
+
+
+def newer_format(folder):
+    return change_about(folder, format=checkpoint.FORMAT + 1, gradwire="9.0")
+
+
+def format_that_is_no_number(folder):
+    return change_about(folder, format=None)
 
 
 def other_object(folder):
@@ -220,18 +232,28 @@ def other_object(folder):
     return training
 
 
-def damaged_file(folder):
-    if dist.get_rank() == 0:
-        (folder / "step-3" / checkpoint.FILE).write_bytes(b"PK not a file of torch.save")
-    dist.barrier()
-    return Training("int4")
+class Payload:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def pickle_with_code(folder):
+    data = pickle.dumps(Payload(folder / "executed"))
+    (folder / "step-3" / checkpoint.FILE).write_bytes(data)
+    return change_about(folder, blake2b=checkpoint._digest(data))
 
 
 REFUSED = {
-    other_hook: "has a QuantizationState, this model a PowerSGDState. Register the hook of the saved run",
-    newer_format: "has format 2, of gradwire 9.0; this is gradwire",
-    other_object: "has no state of scaler. Leave it out of objects",
-    damaged_file: "",
+    other_hook: "step-3 has a QuantizationState, this model a PowerSGDState. Register the hook of the saved run",
+    newer_format: "step-3 has format 2, of gradwire 9.0; this is gradwire",
+    format_that_is_no_number: "step-3 is damaged: TypeError",
+    other_object: "step-3 has no state of scaler. Leave it out of objects",
+    pickle_with_code: "Weights only load failed",
 }
 
 
@@ -247,6 +269,30 @@ def test_checkpoint_that_does_not_fit_is_refused_and_changes_nothing(change, tmp
     assert message is not None and REFUSED[change] in message
     assert_same_bits(dict(other.ddp.module.state_dict()), before)
     assert other.state.iter == 0
+    assert not (tmp_path / "executed").exists()
+
+
+@on_ranks(1)
+def test_no_change_of_a_byte_and_no_truncation_goes_unnoticed(tmp_path):
+    training = Training("int4")
+    training.steps(3)
+    folder = training.save(tmp_path, 3)
+    generator = random.Random(0)
+    for name in (checkpoint.FILE, checkpoint.ABOUT):
+        path = folder / name
+        whole = path.read_bytes()
+        for _ in range(100):
+            data = bytearray(whole)
+            position = generator.randrange(len(data))
+            if generator.random() < 0.3:
+                del data[position:]
+            else:
+                data[position] ^= 1 << generator.randrange(8)
+            path.write_bytes(data)
+            error = error_of(training.load, tmp_path)
+            is_about_the_version = name == checkpoint.ABOUT and error is None
+            assert is_about_the_version or error[0] == "ValueError", data
+        path.write_bytes(whole)
 
 
 @pytest.mark.parametrize("place", ["hsdp", "fsdp"])

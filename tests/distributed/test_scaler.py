@@ -69,6 +69,30 @@ def test_checkpoint_has_the_scale_of_the_scaler(hook, step):
 
 
 @on_ranks(2)
+def test_errors_that_no_step_has_used_since_a_load_are_rescaled():
+    def resumed(scale):
+        ddp, scaler, generator = wrapped(), Scaler(), own_batches()
+        state = register(ddp, "int4")
+        for _ in range(4):
+            ddp.zero_grad()
+            (ddp(*ddp.module.batch(generator)) * scaler.scale).backward()
+        saved = state.state_dict()
+        ddp = wrapped()
+        state = register(ddp, "int4")
+        state.follow_scaler(scaler)
+        scaler.scale = 4.0  # of the run before the checkpoint was loaded
+        state.match_scale()
+        scaler.scale = 1024.0
+        state.load_state_dict(saved)
+        state.follow_scaler(scaler)
+        scaler.scale = scale
+        ddp(*ddp.module.batch(generator)).mul(scale).backward()
+        return {name: gradient / scale for name, gradient in gradients(ddp).items()}
+
+    assert_same_bits(resumed(4096.0), resumed(1024.0))
+
+
+@on_ranks(2)
 def test_auto_hook_rescales_the_errors_of_its_methods():
     plan = {"layers.0.weight": "int4", "layers.2.weight": "powersgd-r1"}
 
