@@ -8,7 +8,7 @@ export PYTHONSAFEPATH := 1
 # Developers' tools are run in the checkout and are not installed.
 TOOL := PYTHONSAFEPATH= $(BIN)/python -m tools
 
-.PHONY: install check format docs test test-slow test-integrations test-triton36 test-matrix conformance demo bench-kernels bench-rounding bench-telemetry bench-reducer bench-hooks bench-network bench-nodes bench-advise bench-auto bench-converge bench compiled pages gpu gpu-rehearsal wheel clean
+.PHONY: install check format docs test test-slow mutants soak test-integrations test-triton36 test-matrix conformance demo bench-kernels bench-rounding bench-telemetry bench-reducer bench-hooks bench-network bench-nodes bench-advise bench-auto bench-converge bench compiled pages gpu gpu-rehearsal wheel clean
 
 install: .venv/.installed
 
@@ -56,6 +56,15 @@ test: install
 test-slow: install
 	$(BIN)/python -m pytest $(ON_ALL_CORES) -m slow
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(ON_ALL_CORES) -m slow tests/kernels
+
+# Plants the defects of tests/mutants.toml one by one, and lists those that no test catches. Takes minutes.
+mutants: install
+	$(TOOL).mutants
+
+# Thousands of steps with errors, checkpoints, new wrappers and process groups, and what they leave behind.
+soak: install
+	$(TOOL).validate soak --output bench/results/soak.jsonl
+	$(TOOL).pages
 
 # Tests and examples of the trainers, with the real packages, which this installs into .venv. `make test` skips those
 # of packages that are absent.

@@ -17,7 +17,7 @@ from gradwire.bench.plots import DRAWINGS
 from gradwire.bench.record import Record, RecordError, load, replacing, unique
 from gradwire.bench.tables import Table, machine_line
 from gradwire.cli.bench import TABLES as BENCH_TABLES
-from tools import advice_error, auto_choice, compiled, page_tables, rounding
+from tools import advice_error, auto_choice, compiled, page_tables, rounding, soak
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -30,6 +30,7 @@ PAGES = (
     "docs/advise.md",
     "docs/telemetry.md",
     "docs/compiled-kernels.md",
+    "docs/guarantees.md",
 )
 PLOTS = "docs/plots"
 Results = dict[str, list[Record]]  # by file name
@@ -49,6 +50,7 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[..., list[Table]]]] = {
     "choice": (("network", "converge_text"), page_tables.hooks),
     "wires": (("converge_text", "rounding"), page_tables.wire_formats),
     "compiled": (("compiled",), compiled.tables),
+    "soak": (("soak",), soak.tables),
 }
 
 

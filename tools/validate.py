@@ -1,4 +1,4 @@
-"""``python -m tools.validate``: errors of `gradwire advise`, choices of `auto_hook`, errors of wire formats."""
+"""``python -m tools.validate``: errors of `gradwire advise`, choices of `auto_hook`, errors of wire formats, leaks."""
 
 from functools import partial
 from typing import Annotated
@@ -20,7 +20,7 @@ from gradwire.cli.options import (
     parse_links,
     refuse_beside,
 )
-from tools import advice_error, auto_choice, rounding
+from tools import advice_error, auto_choice, rounding, soak
 
 PROGRAM = "python -m tools.validate"
 app = typer.Typer(help="Validate gradwire's predictions, choices and wire formats.", add_completion=False)
@@ -77,6 +77,18 @@ def validate_auto(
     links, names = parse_links(rates, loopback), parse_choices(models, JOBS, "--models")
     measure = partial(auto_choice.measure, names, links, rounds)
     run(f"{PROGRAM} auto", measure, auto_choice.tables, output, is_networked=not loopback, program=PROGRAM)
+
+
+@app.command("soak")
+def soak_command(
+    rounds: Annotated[int, number(f"Rounds of {soak.STEPS_PER_READING} steps.")] = 20,
+    output: OutputOption = None,
+) -> None:
+    """Train with pauses, errors, checkpoints, new wrappers and new process groups; show what the processes hold.
+
+    Takes ten minutes.
+    """
+    run(f"{PROGRAM} soak", partial(soak.measure, rounds), soak.tables, output, program=PROGRAM)
 
 
 if __name__ == "__main__":

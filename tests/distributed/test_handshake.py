@@ -88,7 +88,12 @@ def pair(name, make, first, second):
     return make(**{name: first}), make(**{name: second}), f"{name}: {first} on", f"; {second} on"
 
 
+def cast(**options):
+    return lambda group: (default_hooks.CastState(group, **options), fp16)
+
+
 DIFFERENCES = {
+    "accumulate": pair("accumulate", cast, "wire", "fp32"),
     "dtype": pair("dtype", scaled, torch.float16, torch.bfloat16),
     "margin": pair("margin", scaled, 4, 8),
     "growth": pair("growth", scaled, 1, 2),

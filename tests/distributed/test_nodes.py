@@ -14,7 +14,7 @@ from gradwire.comm.nodes import local_size
 from gradwire.hooks.default_hooks import CastState, bf16_compress_hook
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradwire.testing import check_laws
-from tests.support.bits import assert_same_on_all_ranks
+from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
 from tests.support.ranks import from_all_ranks, on_ranks
 from tests.support.states import Ledger, Training
 from tests.support.training import (
@@ -27,6 +27,7 @@ from tests.support.training import (
     gradients,
     own_batches,
     register,
+    train_steps,
 )
 
 CPU = torch.device("cpu")
@@ -187,6 +188,31 @@ def test_rank_on_a_node_sends_its_shard_to_other_nodes():
     assert sent[4] == pytest.approx(sent[1] / 4, rel=0.05)
     assert errors[2] == pytest.approx(errors[1] * 0.75 / 1.25, rel=0.05)  # (1 + 1 / nodes) / ranks on a node
     assert errors[4] == pytest.approx(errors[1] * 0.5 / 1.25, rel=0.05)
+
+
+# --- inf and NaN
+
+
+@on_ranks(4)
+def test_errors_of_every_place_on_a_node_stay_if_one_gradient_is_not_finite():
+    ddp, generator = WRAPPERS["gradwire"](build("mlp"), bucket_cap_mb=100), own_batches()
+    state = register(ddp, (state_of(), quantization_hook))
+    train_steps(ddp, 3, generator)
+    before = [error.clone() for error in state.residuals()]
+    assert all(error.any() for error in before)
+
+    def spoil(gradient):
+        gradient = gradient.clone()
+        gradient[0, 0] = torch.inf
+        return gradient
+
+    hook = ddp.module.layers[0].weight.register_hook(spoil if dist.get_rank() == 3 else lambda gradient: gradient)
+    (found,) = train_steps(ddp, 1, generator)
+    assert found["layers.0.weight"][0, 0].isnan()
+    assert_same_bits(state.residuals(), before)
+    hook.remove()
+    train_steps(ddp, 1, generator)
+    assert all(not torch.equal(*pair) for pair in zip(state.residuals(), before, strict=True))
 
 
 # --- faults

@@ -1,6 +1,7 @@
 """DDP's features under `quantization_hook`, PyTorch's two quantization hooks, and 16 bit with sums in fp32."""
 
 import copy
+from itertools import combinations
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks as to
 from gradwire.hooks.default_hooks import CastState, bf16_compress_hook, fp16_compress_hook
 from gradwire.hooks.quantization_hooks import quantization_perchannel_hook, quantization_pertensor_hook
 from tests.distributed.test_quantization_laws import hook_of, summed
-from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
+from tests.support.bits import assert_same_bits, assert_same_on_all_ranks, differences
 from tests.support.features import wrap
 from tests.support.ranks import from_all_ranks, on_ranks
 from tests.support.training import (
@@ -49,6 +50,25 @@ def test_sparse_gradients_are_sent_whole():
 # --- PyTorch's hooks
 
 PYTORCH_HOOKS = {"pertensor": quantization_pertensor_hook, "perchannel": quantization_perchannel_hook}
+
+
+@on_ranks(2)
+def test_stateless_hooks_on_one_group_keep_their_formats_and_block_sizes():
+    def of_blocks(size):
+        return None, lambda state, bucket: quantization_perchannel_hook(state, bucket, size)
+
+    hooks = {
+        "blocks of 32": of_blocks(32),
+        "blocks of 512": of_blocks(512),
+        "per tensor": (None, quantization_pertensor_hook),
+        "bf16": (CastState(None, accumulate="fp32"), bf16_compress_hook),
+    }
+    results = {}
+    for name in (*hooks, *reversed(hooks)):
+        (found,) = train_steps(wrapped(hook=hooks[name]))
+        assert_same_bits(found, results.setdefault(name, found))
+    for one, other in combinations(results.values(), 2):
+        assert differences(one, other)
 
 
 @pytest.mark.parametrize("hook", PYTORCH_HOOKS)

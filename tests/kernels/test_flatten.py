@@ -270,6 +270,13 @@ def test_table_serves_other_tensors_of_its_layout(device):
         assert_same_bits(wire, flatten(tensors, torch.full_like(wire, NAN), scale=3.0), "with a table of its own")
 
 
+def test_views_of_the_same_memory_in_another_dtype_are_new():
+    table = SegmentTable([torch.zeros(3), torch.zeros(2, 5)])
+    wire = torch.zeros(13)
+    assert table.views(wire)[0] is table.views(wire)[0]
+    assert [view.dtype for view in table.views(wire.view(torch.int32))] == [torch.int32] * 2
+
+
 def test_flatten_of_empty_tensors_leaves_counters_unchanged(device):
     counters = torch.tensor([3, 5], device=device)
     empty = [torch.empty(0, device=device), torch.empty(3, 0, device=device)]

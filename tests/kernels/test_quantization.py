@@ -141,6 +141,20 @@ def test_runs_of_any_size_match_reference(wire, device, monkeypatch):
             check(Exchange(wire, layouts=layouts, dtype=dtype, world_size=3, pieces=2), device)
 
 
+@pytest.mark.skipif(INTERPRETED, reason="runs belong to the CPU path")
+@pytest.mark.parametrize("wire", ["int4", "bf16"])
+@pytest.mark.parametrize("position", [0, 2500, -1])
+def test_value_that_is_not_finite_in_any_run_of_a_cell_keeps_the_errors(wire, position, device, monkeypatch):
+    monkeypatch.setattr(block_table_module, "RUN_NUMEL", 1024)
+    monkeypatch.setattr(quantize_cpu, "RUN_NUMEL", 1024)
+    monkeypatch.setattr(quantize_cpu, "SCRATCH", quantize_cpu.Scratch())
+    case = Exchange(wire, layouts=(Layout((7000,), (1,)),), world_size=2)
+    numbers = [[torch.randn(7000)] for _ in range(2)]
+    numbers[1][0][position] = torch.inf
+    found, expected = (exchange(case, functions, device, gradients=numbers) for functions in (PUBLIC, REFERENCE))
+    assert_same_outcome(found, expected, case)
+
+
 @pytest.mark.skipif(INTERPRETED, reason="the scratch belongs to the CPU path")
 def test_buckets_of_all_sizes_and_formats_share_their_scratch(monkeypatch):
     monkeypatch.setattr(quantize_cpu, "SCRATCH", quantize_cpu.Scratch())

@@ -54,13 +54,16 @@ def test_slow_link_needs_the_fastest_hook():
 
 
 def test_tie_recommends_hook_with_most_bytes():
-    advice = advise(measured(2e9, *all_hooks(), hook("int8", 2 * 10**7, 0.0)))
+    advice = advise(measured(2e9, *all_hooks(), hook("int8", 2 * 10**7, 0.04)))
+    times = {each.hook: each.speed_up for each in advice.predictions}
+    assert times["int8"] == pytest.approx(times["int2"])
     assert advice.recommended == "int8"
 
 
 def test_bf16_is_recommended_if_no_hook_is_faster():
     advice = advise(measured(5e9, *all_hooks()))
     assert advice.recommended == "bf16"
+    assert "no other hook is 5 % faster" in advice.reason
 
 
 def printed(case):
