@@ -114,6 +114,7 @@ class AdaptedDDP(nn.parallel.DistributedDataParallel):
         self.register_comm_hook(self.process_group, hooks[comm_hook_type])
         self.logger._set_comm_hook_name(str(comm_hook_type))
 
+    @torch_internals.not_compiled
     def _distributed_broadcast_coalesced(
         self, tensors: list[Tensor], buffer_size: int, authoritative_rank: int = 0
     ) -> None:

@@ -16,7 +16,7 @@ from gradwire.hooks._handshake import digest
 from gradwire.hooks._recovery import gather_json
 from gradwire.hooks.hook_state import HookState
 from gradwire.kernels import as_real, is_capturing
-from gradwire.reducer import errors
+from gradwire.reducer import errors, torch_internals
 
 ELEMENTS_AT_ONCE = 1 << 20  # a checksum takes 16 bytes of temporary memory for each of them
 HOOK_STATE = "hook state"
@@ -64,6 +64,7 @@ class DriftCheck:
     def _is_due(self) -> bool:
         return (self._n_backwards + 1) % self._every == 0
 
+    @torch_internals.not_compiled
     def after_broadcast(self, buffers: Mapping[str, Tensor]) -> None:
         """Note the buffers for the next backward, if it compares: the forward will change them on each rank."""
         self._buffers = {f"buffer {name}": checksum(each) for name, each in buffers.items()} if self._is_due else {}

@@ -50,8 +50,11 @@ def check_rounding(records):
             *("bench telemetry", "--ranks 1 --steps 1", "overhead: extra time of a measured step", check_telemetry),
             marks=pytest.mark.slow,
         ),
-        ("bench network", "--steps 2 --hooks fp16 --loopback", "this machine's loopback", check_network),
-        ("rounding", "", "Relative error of the mean gradient", check_rounding),
+        pytest.param(
+            *("bench network", "--steps 2 --hooks fp16 --loopback", "this machine's loopback", check_network),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(*("rounding", "", "Relative error of the mean gradient", check_rounding), marks=pytest.mark.slow),
     ],
     ids=lambda value: value if isinstance(value, str) and not value.startswith("-") else "",
 )

@@ -31,7 +31,7 @@ def test_advise_tables_show_errors_and_advice(facts):
 
 @pytest.mark.slow
 def test_advise_predicts_and_measures_every_hook_on_loopback():
-    outcome = advice_error.measure(["tiny-layers"], [LOOPBACK], ["none", "int4"], rounds=1)
+    outcome = advice_error.measure(["tiny-layers"], [LOOPBACK], ["none", "int4"], rounds=1, delay_ms=0.0)
     steps = [record for record in outcome.records if record.metric == Metric.STEP_MS]
     assert {(record["hook"], record.implementation) for record in steps} == {
         (hook, implementation)

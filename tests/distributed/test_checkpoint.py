@@ -295,7 +295,7 @@ def test_no_change_of_a_byte_and_no_truncation_goes_unnoticed(tmp_path):
         path.write_bytes(whole)
 
 
-@pytest.mark.parametrize("place", ["hsdp", "fsdp"])
+@pytest.mark.parametrize("place", ["fsdp", pytest.param("hsdp", marks=pytest.mark.slow)])
 @on_ranks(4)
 def test_memory_of_a_sharded_model_is_saved_and_resumed(place, tmp_path):
     def attached():

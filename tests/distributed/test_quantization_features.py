@@ -62,6 +62,7 @@ def test_stateless_hooks_on_one_group_keep_their_formats_and_block_sizes():
         "blocks of 512": of_blocks(512),
         "per tensor": (None, quantization_pertensor_hook),
         "bf16": (CastState(None, accumulate="fp32"), bf16_compress_hook),
+        "fp16": (CastState(None, accumulate="fp32"), fp16_compress_hook),
     }
     results = {}
     for name in (*hooks, *reversed(hooks)):

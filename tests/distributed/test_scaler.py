@@ -61,7 +61,7 @@ def test_changes_of_the_scale_change_no_bits_of_the_unscaled_gradients(hook, wra
 
 @pytest.mark.parametrize("step", [6, 7], ids=["changed since the last step", "unchanged"])
 @pytest.mark.parametrize("hook", WITH_ERRORS)
-@on_ranks(2, 3)
+@on_ranks(2)
 def test_checkpoint_has_the_scale_of_the_scaler(hook, step):
     assert_same_bits(
         unscaled_gradients(hook, CHANGING, resumes_at=step), unscaled_gradients(hook, CONSTANT, resumes_at=step)
@@ -90,6 +90,21 @@ def test_errors_that_no_step_has_used_since_a_load_are_rescaled():
         return {name: gradient / scale for name, gradient in gradients(ddp).items()}
 
     assert_same_bits(resumed(4096.0), resumed(1024.0))
+
+
+@on_ranks(2)
+def test_errors_keep_their_scale_when_another_scaler_is_followed():
+    ddp, scaler = wrapped(), Scaler()
+    state = register(ddp, "int4")
+    state.follow_scaler(scaler)
+    for _ in range(4):
+        ddp(*ddp.module.batch(own_batches())).backward()
+    before = [error.clone() for error in state.residuals()]
+    scaler.scale = 1.0
+    for other in (scaler, None, Scaler()):
+        state.follow_scaler(other)
+        state.match_scale()
+        assert_same_bits(state.residuals(), before)
 
 
 @on_ranks(2)

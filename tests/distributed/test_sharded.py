@@ -427,6 +427,26 @@ def test_nonfinite_gradient_of_one_rank_reaches_its_shard_and_no_rank_changes_it
 
 
 @on_ranks(4)
+def test_nonfinite_gradient_in_one_wire_format_changes_no_errors_of_the_others():
+    model = sharded("fsdp")
+    attachment = gradwire.attach(model, within=ReduceScatterOptions(wire="int4"))  # vectors are sent in 16 bits
+    backward(model, 0)
+    before = copy.deepcopy(attachment.state_dict()["within"])
+    model.zero_grad()
+
+    def spoil(module, _):
+        module.bias.register_hook(lambda gradient: gradient * torch.nan if dist.get_rank() == 1 else gradient)
+
+    model.first.register_forward_pre_hook(spoil)
+    backward(model, 1)
+    found = gradients(model)
+    assert not found["first.bias"].isfinite().any() and found["first.weight"].isfinite().all()
+    after = attachment.state_dict()["within"]
+    for name in ("first.weight", "first.bias"):  # of the same parameter group
+        assert_same_bits(after[name].to_local(), before[name].to_local())
+
+
+@on_ranks(4)
 def test_reduce_scatter_with_a_missing_gradient_is_in_16_bits_and_keeps_its_errors():
     native, ours = sharded("fsdp"), sharded("fsdp")
     attachment = gradwire.attach(ours, within=ReduceScatterOptions(wire="int4"))

@@ -1,0 +1,60 @@
+"""The list of planted defects fits the code: every edit is possible, and every test exists."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from tools import mutants
+
+ROOT = Path(__file__).parents[1]
+LISTED = mutants.read()
+
+
+def test_edits_are_possible_and_their_tests_exist():
+    functions = {}
+    for mutant in LISTED:
+        assert mutant.edited(ROOT) != (ROOT / mutant.file).read_text(), mutant.name
+        for test in mutant.tests:
+            path, _, name = test.partition("::")
+            if path not in functions:
+                tree = ast.parse((ROOT / path).read_text())
+                functions[path] = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+            assert name.partition("[")[0] in functions[path], f"{mutant.name}: {test}"
+
+
+def test_the_guarantees_page_tells_their_number():
+    text = " ".join((ROOT / "docs" / "guarantees.md").read_text().split())
+    (number,) = re.findall(r"The list has (\d+) defects", text)
+    assert int(number) == len(LISTED)
+
+
+def of(find, replace, **options):
+    return mutants.Mutant("a defect", "comm/nodes.py", find, replace, ("tests/test_mutants.py",), **options)
+
+
+@pytest.mark.parametrize(
+    ("find", "replace", "error", "text"),
+    [
+        ("no such text", "", ValueError, "a defect: comm/nodes.py has 0 places like 'no such text'; expected one"),
+        ("\n", " ", ValueError, r"a defect: comm/nodes.py has \d+ places"),
+        ("def local_size(", "def local_size((", SyntaxError, "nodes.py"),
+    ],
+    ids=["absent", "several", "syntax"],
+)
+def test_edit_that_is_impossible_is_refused(find, replace, error, text):
+    with pytest.raises(error, match=text):
+        of(find, replace).edited(ROOT)
+
+
+@pytest.mark.slow
+def test_outcomes_of_a_copy(tmp_path):
+    copy = mutants.Copy(tmp_path)
+    tests = ("tests/distributed/test_nodes.py::test_nodes_have_equally_many_consecutive_ranks",)
+    caught = mutants.Mutant("another size", "comm/nodes.py", "return size if", "return 2 * size if", tests)
+    assert copy.outcome(caught) == mutants.CAUGHT
+    assert copy.test(tests, interpreter=False) == mutants.SURVIVED  # the edit is undone
+    assert copy.test(("tests/no_such_file.py",), interpreter=False).startswith(mutants.NO_TESTS_RAN)
+    (tmp_path / "tests" / "test_that_hangs.py").write_text("import time\ndef test(): time.sleep(100)")
+    assert copy.test(("tests/test_that_hangs.py",), interpreter=False, limit=5) == mutants.HUNG
