@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -32,6 +33,7 @@ STEPS_PER_CHECKPOINT = 25
 STEPS_PER_READING = 500
 PAUSE, FAULT = 0.02, 0.02  # their probabilities in a step
 LONGEST_PAUSE_S = 0.02
+TIMEOUT = timedelta(seconds=30)  # after which gloo ends the threads of a failed exchange
 PLACES = ("forward", "hook", "end of the backward")
 COUNTS = ("faults", "wrappers", "checkpoints")
 
@@ -79,7 +81,7 @@ class Training:
         module = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 8))
         if weights is not None:
             module.load_state_dict(weights)
-        self.group = dist.new_group()
+        self.group = dist.new_group(timeout=TIMEOUT)
         self.ddp = DistributedDataParallel(module, process_group=self.group, bucket_cap_mb=0.1, check_every=10)
         if (registration := HOOKS[hook].make(self.group, 2)) is not None:
             self.ddp.register_comm_hook(*registration)
