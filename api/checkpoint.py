@@ -9,10 +9,11 @@ from __future__ import annotations
 import io
 import json
 import os
+import pickle
 import random
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -24,7 +25,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.checkpoint.state_dict_loader import load as load_parts
 from torch.distributed.checkpoint.state_dict_saver import save as save_parts
 from torch.distributed.checkpoint.stateful import Stateful
@@ -92,7 +100,8 @@ def save(
         check_whole_number("keep", keep, "a whole number of checkpoints, at least 1", 1)
         _memories(model, hook)
         if rank == 0:
-            shutil.rmtree(hidden, ignore_errors=True)  # of a run that ended while it saved
+            for left in folder.glob(".step-*"):  # by a run that ended while it saved
+                shutil.rmtree(left, ignore_errors=True)
             hidden.mkdir(parents=True)
         return step
 
@@ -100,15 +109,21 @@ def save(
     if len(set(steps)) > 1:
         raise RuntimeError(f"step is {format_by_rank(steps)}; expected the same on every rank.")
     states, attachment = _memories(model, hook)
-    hooks = {name: _hook_entry(state) for name, state in states.items()}
+    hooks = {name: _collected(state) for name, state in states.items()}
     numbers: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(numbers, _random_state())
     with _as_runtime_error("gradwire.checkpoint.save()"):
-        save_parts(_parts(model, optimizer, attachment), checkpoint_id=hidden)
+        # Of tensors that ranks have unequal, such as the buffers of BatchNorm, those of rank 0.
+        planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
+        was_empty = not optimizer.state
+        save_parts(_parts(model, optimizer, attachment), checkpoint_id=hidden, planner=planner)
+        if was_empty:  # before its first step: `get_state_dict` has filled it with zeros
+            optimizer.state.clear()
 
     def finish() -> None:
         if rank == 0:
             small = {
+                "kinds": _kinds(states, attachment),
                 "hooks": hooks,
                 "objects": {name: each.state_dict() for name, each in (objects or {}).items()},
                 "random": numbers,
@@ -116,7 +131,7 @@ def save(
             _write(small, step, hidden)
             _replace(hidden, final)
             for old in [each for each in _complete(folder) if each < step][: 1 - keep or None]:
-                shutil.rmtree(folder / f"step-{old}")
+                _remove(folder / f"step-{old}")
 
     _on_every_rank("gradwire.checkpoint.save(), its end", finish)
     return final
@@ -155,19 +170,23 @@ def load(
     if name is None:
         return None
     place = Path(folder).absolute() / name
-    states, attachment = _memories(model, hook)
     small: dict[str, Any] = {}
 
     def read() -> None:
-        small.update(_read(place, states, objects or {}))
+        small.update(_read(place, _kinds(*_memories(model, hook)), objects or {}))
 
     _on_every_rank("gradwire.checkpoint.load(), its file", read)
+    states, attachment = _memories(model, hook)
     for each, state in states.items():
-        state.load_state_dict(small["hooks"][each]["state"])
+        state.load_state_dict(small["hooks"][each])
+    optimizer.zero_grad()  # with gradients, `get_state_dict` does not prepare an optimizer that is new
     parts = _parts(model, optimizer, attachment)
+    _leave_out_absent(parts["optimizer"]["state"], FileSystemReader(place).read_metadata().state_dict_metadata)
     with _as_runtime_error("gradwire.checkpoint.load()"):
         load_parts(parts, checkpoint_id=place)
-    set_state_dict(model, optimizer, model_state_dict=parts["model"], optim_state_dict=parts["optimizer"])
+    set_model_state_dict(model, parts["model"])
+    partial_state = StateDictOptions(strict=False)  # without the parameters that `_leave_out_absent` has removed
+    set_optimizer_state_dict(model, optimizer, parts["optimizer"], options=partial_state)
     if attachment is not None:
         attachment.load_state_dict(parts["hook"])
     for each, stateful in (objects or {}).items():
@@ -229,10 +248,19 @@ def _memories(model: nn.Module, hook: Attachment | None) -> tuple[dict[str, Any]
     Raises ValueError if ``hook`` is missing, or does not belong to the model.
     """
     wrappers = {name: each for name, each in model.named_modules() if isinstance(each, TorchDDP)}
+    for each in wrappers.values():
+        if each.process_group.size() != dist.get_world_size():
+            raise ValueError(
+                f"A DistributedDataParallel averages over {each.process_group.size()} of {dist.get_world_size()} "
+                "ranks; expected all ranks, which save one model. Save the models of several groups in files of their "
+                "own."
+            )
     states = {plain_name(name): state for name, each in wrappers.items() for _, state in each._comm_hooks}
     states = {name: state for name, state in states.items() if isinstance(state, Stateful)}
     if wrappers:
         return states, None
+    if hook is not None and hook._model is not model:
+        raise ValueError("hook is not the result of gradwire.attach for this model.")
     if hook is None and is_attached(model):
         raise ValueError(
             "gradwire is attached to this model, and its memory belongs to the checkpoint. Pass hook=, the result of "
@@ -247,11 +275,18 @@ def _parts(model: nn.Module, optimizer: Optimizer, attachment: Attachment | None
     return {"model": weights, "optimizer": moments} | ({} if attachment is None else {"hook": attachment.state_dict()})
 
 
-def _hook_entry(state: Any) -> dict[str, Any]:
+def _collected(state: Any) -> dict[str, Any]:
     """The state of a hook, equal on all ranks. A collective call."""
     if hasattr(state, "prepare_checkpoint"):
         state.prepare_checkpoint()  # waits longer for the other ranks than `state_dict` does
-    return {"kind": type(state).__name__, "state": state.state_dict()}
+    collected: dict[str, Any] = state.state_dict()
+    return collected
+
+
+def _kinds(states: Mapping[str, Any], attachment: Attachment | None) -> dict[str, str]:
+    """The types of the states, by name of the wrapped module."""
+    attached = {} if attachment is None else {"": type(attachment.state or attachment).__name__}
+    return {name: type(state).__name__ for name, state in states.items()} | attached
 
 
 def _random_state() -> dict[str, Any]:
@@ -271,12 +306,25 @@ def _set_random_state(state: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
+def _leave_out_absent(moments: dict[str, Any], saved: Iterable[str]) -> None:
+    """Remove the parameters that had no gradient, and so no state of the optimizer, in the saved run."""
+    for name in [each for each in moments if not any(key.startswith(f"optimizer.state.{each}.") for key in saved)]:
+        del moments[name]
+
+
 # The file of rank 0, and the folder.
 
 
 def _write(content: dict[str, Any], step: int, folder: Path) -> None:
     buffer = io.BytesIO()
     torch.save(content, buffer)
+    try:
+        torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"The state of one of the objects, or of the hook, could not be loaded again: {error}. Give it a "
+            "state_dict of tensors, numbers, strings, lists and dictionaries."
+        ) from error
     about = {"format": FORMAT, "gradwire": __version__, "step": step, "blake2b": _digest(buffer.getvalue())}
     for name, data in ((FILE, buffer.getvalue()), (ABOUT, json.dumps(about, indent=1).encode())):
         with (folder / name).open("wb") as file:
@@ -291,9 +339,11 @@ def _digest(data: bytes) -> str:
 
 def _replace(hidden: Path, final: Path) -> None:
     """Rename a complete checkpoint, in place of one of the same step if there is one."""
+    before = final.with_name(f".{final.name}-before")
     if final.exists():
-        shutil.rmtree(final)
+        final.rename(before)
     hidden.rename(final)
+    shutil.rmtree(before, ignore_errors=True)
     folder = os.open(final.parent, os.O_RDONLY)
     try:
         os.fsync(folder)
@@ -301,12 +351,23 @@ def _replace(hidden: Path, final: Path) -> None:
         os.close(folder)
 
 
-def _read(folder: Path, states: Mapping[str, Any], objects: Mapping[str, Stateful]) -> dict[str, Any]:
-    """The content of the file of rank 0; raises ValueError unless it is for these states and objects."""
+def _remove(checkpoint: Path) -> None:
+    """Delete a checkpoint, hidden first: one that is deleted in part must not be loaded."""
+    hidden = checkpoint.with_name(f".{checkpoint.name}-old")
+    checkpoint.rename(hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
+def _read(folder: Path, here: Mapping[str, str], objects: Mapping[str, Stateful]) -> dict[str, Any]:
+    """The content of the file of rank 0; raises ValueError unless it is for these kinds of states and objects."""
     try:
         about, data = json.loads((folder / ABOUT).read_text()), (folder / FILE).read_bytes()
         written_as, is_whole = int(about["format"]), about["blake2b"] == _digest(data)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except OSError as error:
+        raise RuntimeError(
+            f"{folder} cannot be read on this rank: {error}. It must be on a file system that all ranks share."
+        ) from error
+    except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{folder} is damaged: {type(error).__name__}: {error}. {REMEDY}") from error
     if written_as > FORMAT:
         raise ValueError(
@@ -318,9 +379,7 @@ def _read(folder: Path, states: Mapping[str, Any], objects: Mapping[str, Statefu
     content: dict[str, Any] = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
     if missing := sorted(objects.keys() - content["objects"].keys()):
         raise ValueError(f"{folder} has no state of {', '.join(missing)}. Leave it out of objects.")
-    saved = {name: entry["kind"] for name, entry in content["hooks"].items()}
-    here = {name: type(state).__name__ for name, state in states.items()}
-    if saved != here:
+    if (saved := content["kinds"]) != here:
         raise ValueError(
             f"{folder} has {_described(saved)}, this model {_described(here)}. Register the hook of the saved run "
             "before you load."

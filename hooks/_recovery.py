@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +15,11 @@ from gradwire.comm.store_collectives import collective_timeout, store_all_gather
 from gradwire.hooks.hook_state import HookState
 
 
-def gather_json(group: dist.ProcessGroup, purpose: str, value: object) -> list[Any]:
-    """Every rank's value, through the store. A collective call."""
-    texts = store_all_gather(group, purpose, json.dumps(value), collective_timeout(group))
+def gather_json(
+    group: dist.ProcessGroup, purpose: str, value: object, check: Callable[[], None] = lambda: None
+) -> list[Any]:
+    """Every rank's value, through the store. A collective call. ``check`` may raise to end the wait."""
+    texts = store_all_gather(group, purpose, json.dumps(value), collective_timeout(group), check)
     return [json.loads(text) for text in texts]
 
 

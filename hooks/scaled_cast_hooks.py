@@ -183,16 +183,18 @@ class ScaledCastState(HookState):
         return {**saved, "exponents": exponents}
 
     def replicated_state(self) -> dict[str, Any]:
-        """Scales and the number of skipped steps; see `HookState.replicated_state`."""
+        """Step count, scales and the number of skipped steps; see `HookState.replicated_state`."""
         state = self.state_dict()
         state["counters"][[0, 1, 3]] = 0  # this rank's elements, and the step in progress
-        return state
+        return {"iter": self.iter, **state}
 
     def load_replicated_state(self, replicated: dict[str, Any]) -> None:
-        """Take scales and the number of skipped steps from another rank; keep this rank's element counts."""
-        counters = replicated["counters"].clone()
+        """Take step count, scales and number of skipped steps from another rank; keep this rank's element counts."""
+        state = {entry: value for entry, value in replicated.items() if entry != "iter"}
+        counters = state["counters"].clone()
         counters[:2] = self._counters[:2]
-        self.load_state_dict({**replicated, "counters": counters})
+        self.load_state_dict({**state, "counters": counters})
+        self.continue_at(replicated["iter"])
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickling: options and `state_dict`, without the process group, as in PyTorch's hook states."""

@@ -165,10 +165,10 @@ class AdaptedDDP(nn.parallel.DistributedDataParallel):
         check_not_nested(self)
         find_sharing_wrappers(self)
         result = super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        is_broadcast = self.will_sync_module_buffers() and not hasattr(self, "buffer_hook")  # type: ignore[no-untyped-call]
+        if self.reducer.drift is not None and torch.is_grad_enabled() and is_broadcast:
+            self.reducer.drift.after_broadcast(self._buffers_in_use())
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
-            is_broadcast = self.will_sync_module_buffers() and not hasattr(self, "buffer_hook")  # type: ignore[no-untyped-call]
-            if self.reducer.drift is not None and is_broadcast:
-                self.reducer.drift.after_broadcast(self._buffers_in_use())
             self.reducer.forward_is_running = True
         return result
 

@@ -115,6 +115,7 @@ class DistributedDataParallel(AdaptedDDP):
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
         lazy_bucket_allocation: bool = False,
+        *,
         check_every: int | None = None,
     ) -> None:
         given = dict(locals())
@@ -234,4 +235,6 @@ class DistributedDataParallel(AdaptedDDP):
             ValueError: on every rank, if ``from_rank`` is not a rank or differs between ranks.
         """
         buffers = [*self._buffers_in_use().values()]
-        resynchronize(self.reducer, self._parameters_in_use(), buffers, from_rank, self.broadcast_bucket_size)
+        delayed = set(self._delay_all_reduce_params)
+        parameters = self._parameters_in_use() | {n: p for n, p in self.module.named_parameters() if p in delayed}
+        resynchronize(self.reducer, parameters, buffers, from_rank, self.broadcast_bucket_size)

@@ -24,7 +24,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """The sum of x (x + 1) over the elements' bits x, as integers modulo 2^64: int64 without dimensions.
+    """The sum of x (2 x + 1) over the elements' bits x, as integers modulo 2^64: int64 without dimensions.
 
     It depends on every bit of every element, NaN included, but not on the order of the elements. In a plain sum of the
     bits, one element that is larger by one and another that is smaller by one would cancel.
@@ -34,7 +34,7 @@ def checksum(tensor: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for part in bits.reshape(-1).split(ELEMENTS_AT_ONCE):
         x = part.to(torch.int64)
-        total += (x + 1).mul_(x).sum()
+        total += (2 * x + 1).mul_(x).sum()
     return total
 
 
@@ -78,20 +78,25 @@ class DriftCheck:
         self._n_backwards += 1
         if not is_due or is_capturing(device):
             return
-        self._sums = {name: checksum(tensor) for name, tensor in self._tensors().items()} | self._buffers
+        sums = {name: checksum(tensor) for name, tensor in self._tensors().items()} | self._buffers
+        self._sums = {name: each.to(device) for name, each in sums.items()}
         self._state_sums = {}
         if isinstance(hook_state, HookState):
             # One sum, because ranks may have different entries.
             self._state_sums = {name: each.to(device) for name, each in _leaf_checksums(hook_state.replicated_state())}
             names = torch.tensor(_as_int64(list(self._state_sums)), device=device)
             self._sums[HOOK_STATE] = torch.stack([names, *self._state_sums.values()]).sum()
-        sums = torch.stack(list(self._sums.values()))
-        self._extremes = torch.cat([sums, ~sums])  # the maximum of ~x is ~ the minimum of x
+        stacked = torch.stack(list(self._sums.values()))
+        self._extremes = torch.cat([stacked, ~stacked])  # the maximum of ~x is ~ the minimum of x
         (work,) = transport.start(transport.all_reduce_max(self._extremes))
         self._wait = partial(transport.wait, work)
 
-    def finish(self, group: dist.ProcessGroup) -> None:
+    def finish(self, group: dist.ProcessGroup, check: Callable[[], None]) -> None:
         """End the comparison, if one is in flight. A collective call.
+
+        Args:
+            group: the ranks.
+            check: raises, while this rank waits for the others, if one of them has left.
 
         Raises:
             RuntimeError: on every rank, if tensors differ; names the first ones, and the ranks.
@@ -108,7 +113,7 @@ class DriftCheck:
         if mine.pop(HOOK_STATE, None) is not None:
             mine |= {f"{HOOK_STATE}, {name}": each for name, each in self._state_sums.items()}
         shown = {name: f"checksum {each.item():x}" for name, each in list(mine.items())[: MAX_SHOWN + 1]}
-        by_rank = gather_json(group, "check_every", shown)
+        by_rank = gather_json(group, "check_every", shown, check)
         lines = format_differences(by_rank, range(group.size()))
         raise RuntimeError(errors.DRIFT.format(n=sum(differs.values()), total=len(differs), lines=lines))
 

@@ -315,13 +315,13 @@ class Reducer:
         try:
             with profiler_range("gradwire::wait for buckets"), torch.no_grad():
                 connections.finish()
+                if self.drift is not None:  # before optimizers in the backward step
+                    self.drift.finish(self.exchange.process_group, connections.check_peers)
                 for index, bucket in enumerate(self.buckets):
                     if backward.futures[index] is not None:
                         self._finish(index, bucket, scale)
                 for future in self._post_backward_futures:
                     future.wait()
-                if self.drift is not None:
-                    self.drift.finish(self.exchange.process_group)
         except BaseException as error:
             self._leave_after(error, "the end of the backward pass")
             raise

@@ -3,8 +3,10 @@
 import json
 import pickle
 import random
+from collections import deque
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from gradwire import checkpoint
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
 from tests.support.ranks import from_all_ranks, on_ranks
 from tests.support.sharded import sharded
-from tests.support.training import HOOKS, WRAPPERS, error_of, gradients, message_of, register, wrapped
+from tests.support.training import HOOKS, WRAPPERS, error_of, gradients, message_of, register, train_steps, wrapped
 
 
 class Training:
@@ -323,3 +325,56 @@ def test_memory_of_a_sharded_model_is_saved_and_resumed(place, tmp_path):
         for model, entry in ((model, saved), (other, resumed.state_dict()))
     ]
     assert_same_bits(*local)
+
+
+@on_ranks(2)
+def test_buffers_are_those_of_rank_0(tmp_path):
+    """Every rank updates the running statistics of its batches; the next forward broadcasts those of rank 0."""
+    ddp = wrapped(model="conv")
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    train_steps(ddp, 3)
+    checkpoint.save(tmp_path, ddp, optimizer, 3)
+    buffers = {name: each.clone() for name, each in ddp.module.named_buffers()}
+    expected = from_all_ranks(buffers)[0]
+    other = wrapped(model="conv", seed=1)
+    checkpoint.load(tmp_path, other, torch.optim.SGD(other.parameters(), lr=0.1))
+    assert_same_bits(dict(other.module.named_buffers()), expected)
+
+
+@on_ranks(2)
+def test_parameter_without_a_gradient_has_no_moments_after_a_load(tmp_path):
+    def new():
+        ddp = wrapped(find_unused_parameters=True)
+        ddp.module.spare = ddp.module.layers[6]
+        ddp.module.layers = ddp.module.layers[:6]
+        return ddp, torch.optim.Adam(ddp.parameters())
+
+    ddp, optimizer = new()
+    checkpoint.save(tmp_path, ddp, optimizer, 0)
+    assert not optimizer.state, "saving changes no optimizer"
+    for _ in range(3):
+        train_steps(ddp, 1)
+        optimizer.step()
+    checkpoint.save(tmp_path, ddp, optimizer, 3)
+    resumed, other = new()
+    train_steps(resumed, 1)  # gradients of a warm-up are dropped
+    assert checkpoint.load(tmp_path, resumed, other) == 3
+    assert [int(each["step"]) for each in other.state.values()] == [3] * 6
+    assert_same_bits(
+        *(
+            {i: each.state[p] for i, p in enumerate(m.parameters()) if p in each.state}
+            for m, each in ((ddp, optimizer), (resumed, other))
+        )
+    )
+
+
+@on_ranks(2)
+def test_models_of_several_groups_and_states_that_no_load_accepts_are_refused(tmp_path):
+    groups = [dist.new_group([rank]) for rank in range(2)]
+    ddp = wrapped(group=groups[dist.get_rank()])
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    assert "averages over 1 of 2 ranks" in message_of(checkpoint.save, tmp_path, ddp, optimizer, 1)
+    training = Training("int4")
+    training.objects["scheduler"] = mock.Mock(state_dict=lambda: {"deque": deque([1])})
+    assert "could not be loaded again" in message_of(training.save, tmp_path, 1)
+    assert checkpoint.latest(tmp_path) is None

@@ -170,6 +170,8 @@ def test_delayed_parameters_are_compared():
     if is_last_rank():
         next_float(parameter)
     assert f"parameter {name}: " in message_of(train_steps, ddp)
+    ddp.resynchronize(from_rank=0)
+    train_steps(ddp, 2)
 
 
 @on_ranks(2)
@@ -215,6 +217,12 @@ def test_checksum_depends_on_every_bit(dtype):
     assert checksum(tensor) == before
 
 
+def test_checksums_of_inverted_bits_differ():
+    for values in ([0, -1], [5, -6]):
+        first, second = (checksum(torch.tensor([value], dtype=torch.int8)) for value in values)
+        assert first != second
+
+
 def test_checksum_sees_changes_that_cancel_in_a_sum():
     tensor = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     before = checksum(tensor)
@@ -228,5 +236,5 @@ def test_checksum_is_independent_of_strides_and_chunks():
     tensor = torch.randn(3, ELEMENTS_AT_ONCE // 2 + 1, generator=torch.Generator().manual_seed(0))
     bits = tensor.view(torch.int32).to(torch.int64)
     assert checksum(tensor) == checksum(tensor.t()) == checksum(tensor.repeat(1, 2)[:, : tensor.shape[1]])
-    assert checksum(tensor) == (bits * (bits + 1)).sum()
+    assert checksum(tensor) == (bits * (2 * bits + 1)).sum()
     assert checksum(torch.empty(0)) == 0

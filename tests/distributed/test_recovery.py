@@ -460,3 +460,15 @@ def test_store_gather_has_the_outcome_of_the_first_rank_on_all_ranks(outcome):
         except RanksMissing:
             first = "RanksMissing"
     assert (first, store_all_gather(group, outcome, f"again {rank}")) == (expected, ["again 0", "again 1"])
+
+
+@pytest.mark.parametrize("hook", ["scaled_fp16", "int4", "powersgd", "topk", "auto"])
+@on_ranks(2)
+def test_ranks_that_were_a_step_apart_continue_with_one_step_count(hook):
+    ddp = wrapped(hook=hook)
+    state = ddp._comm_hooks[0][1]
+    train_steps(ddp, 3)
+    state._iter += dist.get_rank()  # a peer failed at the end of its step
+    ddp.resynchronize()
+    train_steps(ddp, 3)
+    assert from_all_ranks(state.iter) == [6, 6]
