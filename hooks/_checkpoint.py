@@ -422,6 +422,9 @@ class Checkpointed(DeclaredMemory):
     def load_replicated_state(self, replicated: dict[str, Any]) -> None:
         """Continue from the `replicated_state` of another rank; keep this rank's error memory."""
         self.drop_buckets()
+        for entry, loaded in self._loaded.items():  # a rank that was one step ahead may have used its share already
+            self._tensors[entry].update({name: self._share(entry, each, self._group) for name, each in loaded.items()})
+            loaded.clear()
         for entry in self.memory.keys() & replicated.keys():
             self._tensors[entry] = {name: tensor.clone() for name, tensor in replicated[entry].items()}
         self._restored(replicated)

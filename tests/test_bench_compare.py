@@ -19,7 +19,7 @@ from tools import compare as compare_tool
 from tools.compare import MIN_BAND, UNREPEATED_BAND, compare, load_ratios, ratios
 
 KEPT = Path(__file__).parents[1] / "bench" / "results"
-WITHOUT_RATIOS = ("advise", "auto", "compiled", "demo", "rounding", "telemetry")
+WITHOUT_RATIOS = ("advise", "auto", "compiled", "demo", "rounding", "soak", "telemetry")
 RESULTS = sorted(path for path in KEPT.glob("*.jsonl") if path.stem not in WITHOUT_RATIOS)
 
 
@@ -103,7 +103,7 @@ def test_missing_result_fails_comparison(tmp_path):
     assert CliRunner().invoke(compare_tool.app, [*arguments[:2], "--after", str(paths[0])]).exit_code == 0
 
 
-@pytest.mark.parametrize("path", [path for path in RESULTS if path.stem != "soak"], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
 def test_kept_results_have_ratios(path):
     found = load_ratios(path)
     assert len(found) >= 4

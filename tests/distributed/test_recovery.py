@@ -462,6 +462,23 @@ def test_store_gather_has_the_outcome_of_the_first_rank_on_all_ranks(outcome):
     assert (first, store_all_gather(group, outcome, f"again {rank}")) == (expected, ["again 0", "again 1"])
 
 
+@pytest.mark.parametrize("hook", ["int4", "powersgd", "topk"])
+@on_ranks(2)
+def test_errors_of_a_checkpoint_that_one_rank_has_used_before_an_error_are_not_lost(hook):
+    ddp = wrapped(hook=hook)
+    state = ddp._comm_hooks[0][1]
+    train_steps(ddp, 4)
+    saved = state.state_dict()
+    state.load_state_dict(saved)
+    last = len(ddp.reducer.buckets) - 1
+    with failing_hook(ddp, last if dist.get_rank() == 1 else -1):  # before it takes its share of that bucket
+        assert error_of(train_steps, ddp, 1) is not None
+    ddp.resynchronize()
+    train_steps(ddp, 3)
+    assert_same_on_all_ranks(from_all_ranks(state.iter))
+    assert state.state_dict()["errors"].keys() == saved["errors"].keys()
+
+
 @pytest.mark.parametrize("hook", ["scaled_fp16", "int4", "powersgd", "topk", "auto"])
 @on_ranks(2)
 def test_ranks_that_were_a_step_apart_continue_with_one_step_count(hook):
