@@ -45,6 +45,7 @@ from gradwire.comm.torch_internals import default_group
 from gradwire.compress._validation import check_whole_number
 from gradwire.hooks._parameter_names import plain_name
 from gradwire.hooks._recovery import format_by_rank
+from gradwire.integrations._checkpoint import collect_state
 from gradwire.sharded import Attachment
 from gradwire.sharded.attach import is_attached
 
@@ -109,11 +110,11 @@ def save(
     if len(set(steps)) > 1:
         raise RuntimeError(f"step is {format_by_rank(steps)}; expected the same on every rank.")
     states, attachment = _memories(model, hook)
-    hooks = {name: _collected(state) for name, state in states.items()}
+    hooks = {name: collect_state(state) for name, state in states.items()}
     numbers: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(numbers, _random_state())
     with _as_runtime_error("gradwire.checkpoint.save()"):
-        # Of tensors that ranks have unequal, such as the buffers of BatchNorm, those of rank 0.
+        # Where ranks differ, as in the buffers of BatchNorm, the values of rank 0 are saved.
         planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
         was_empty = not optimizer.state
         save_parts(_parts(model, optimizer, attachment), checkpoint_id=hidden, planner=planner)
@@ -165,11 +166,12 @@ def load(
             Nothing is modified.
         RuntimeError: on every rank, if some ranks do not make this call within five minutes, or cannot read.
     """
-    found = partial(_first_ranks_latest, Path(folder).absolute())
+    folder = Path(folder).absolute()
+    found = partial(_first_ranks_latest, folder)
     name = _on_every_rank("gradwire.checkpoint.load()", found)[0]
     if name is None:
         return None
-    place = Path(folder).absolute() / name
+    place = folder / name
     small: dict[str, Any] = {}
 
     def read() -> None:
@@ -275,14 +277,6 @@ def _parts(model: nn.Module, optimizer: Optimizer, attachment: Attachment | None
     return {"model": weights, "optimizer": moments} | ({} if attachment is None else {"hook": attachment.state_dict()})
 
 
-def _collected(state: Any) -> dict[str, Any]:
-    """The state of a hook, equal on all ranks. A collective call."""
-    if hasattr(state, "prepare_checkpoint"):
-        state.prepare_checkpoint()  # waits longer for the other ranks than `state_dict` does
-    collected: dict[str, Any] = state.state_dict()
-    return collected
-
-
 def _kinds(states: Mapping[str, Any], attachment: Attachment | None) -> dict[str, str]:
     """The types of the states, by name of the wrapped module."""
     attached = {} if attachment is None else {"": type(attachment.state or attachment).__name__}
@@ -318,15 +312,16 @@ def _leave_out_absent(moments: dict[str, Any], saved: Iterable[str]) -> None:
 def _write(content: dict[str, Any], step: int, folder: Path) -> None:
     buffer = io.BytesIO()
     torch.save(content, buffer)
+    saved = buffer.getvalue()
     try:
-        torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+        torch.load(io.BytesIO(saved), weights_only=True)
     except pickle.UnpicklingError as error:
         raise ValueError(
             f"The state of one of the objects, or of the hook, could not be loaded again: {error}. Give it a "
             "state_dict of tensors, numbers, strings, lists and dictionaries."
         ) from error
-    about = {"format": FORMAT, "gradwire": __version__, "step": step, "blake2b": _digest(buffer.getvalue())}
-    for name, data in ((FILE, buffer.getvalue()), (ABOUT, json.dumps(about, indent=1).encode())):
+    about = {"format": FORMAT, "gradwire": __version__, "step": step, "blake2b": _digest(saved)}
+    for name, data in ((FILE, saved), (ABOUT, json.dumps(about, indent=1).encode())):
         with (folder / name).open("wb") as file:
             file.write(data)
             file.flush()

@@ -5,7 +5,7 @@ expectation.
 """
 
 import reprlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from datetime import timedelta
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, get_args
@@ -105,16 +105,14 @@ class DeclaredMemory(HookSettings):
         # Memory of each bucket, by parameter names, with the dtype and ranks for which it was made.
         self._buckets: dict[tuple[str, ...], tuple[object, Any]] = {}
         self._scaler: Scaler | None = None
-        self._scale: float | None = None  # of the errors; None: that of the next step
+        self._scale: float | None = None  # scale of the errors; None until `match_scale` reads it
 
     def new_bucket(self, bucket: GradBucket, names: tuple[str, ...], group: dist.ProcessGroup) -> Any:
         """The result of `make_bucket`, which starts from the memory of earlier buckets, or from loaded memory that
         fits.
         """
         self.check_loaded(names)
-        for entry, loaded in self._loaded.items():
-            shares = {name: self._share(entry, loaded.pop(name), group) for name in names if name in loaded}
-            self._tensors[entry].update(shares)
+        self._take_shares(names, group)
         self.drop_buckets(names)
         parameters = [gradient_layout(parameter) for parameter in bucket.parameters()]
         transport = executor_for(group, bucket_device(bucket)).transport
@@ -179,6 +177,12 @@ class DeclaredMemory(HookSettings):
         for _, bucket in self._buckets.values():
             tensors.update(self.folded(bucket).get(entry, {}))
         return tensors
+
+    def _take_shares(self, names: Iterable[str], group: dist.ProcessGroup) -> None:
+        """Move this rank's share of loaded memory into its own memory, for these parameters."""
+        for entry, loaded in self._loaded.items():
+            shares = {name: self._share(entry, loaded.pop(name), group) for name in names if name in loaded}
+            self._tensors[entry].update(shares)
 
     def _share(self, entry: str, merged: Tensor, group: dist.ProcessGroup) -> Tensor:
         """This rank's part of a tensor of a checkpoint."""
@@ -422,9 +426,8 @@ class Checkpointed(DeclaredMemory):
     def load_replicated_state(self, replicated: dict[str, Any]) -> None:
         """Continue from the `replicated_state` of another rank; keep this rank's error memory."""
         self.drop_buckets()
-        for entry, loaded in self._loaded.items():  # a rank that was one step ahead may have used its share already
-            self._tensors[entry].update({name: self._share(entry, each, self._group) for name, each in loaded.items()})
-            loaded.clear()
+        # A rank that was ahead may have taken shares that another has not.
+        self._take_shares({name for loaded in self._loaded.values() for name in loaded}, self._group)
         for entry in self.memory.keys() & replicated.keys():
             self._tensors[entry] = {name: tensor.clone() for name, tensor in replicated[entry].items()}
         self._restored(replicated)

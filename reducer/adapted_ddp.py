@@ -165,12 +165,15 @@ class AdaptedDDP(nn.parallel.DistributedDataParallel):
         check_not_nested(self)
         find_sharing_wrappers(self)
         result = super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
-        is_broadcast = self.will_sync_module_buffers() and not hasattr(self, "buffer_hook")  # type: ignore[no-untyped-call]
-        if self.reducer.drift is not None and torch.is_grad_enabled() and is_broadcast:
-            self.reducer.drift.after_broadcast(self._buffers_in_use())
+        drift = self.reducer.drift
+        if drift is not None and torch.is_grad_enabled() and self._broadcasts_buffers():
+            drift.after_broadcast(self._buffers_in_use())
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             self.reducer.forward_is_running = True
         return result
+
+    def _broadcasts_buffers(self) -> bool:
+        return not hasattr(self, "buffer_hook") and bool(self.will_sync_module_buffers())  # type: ignore[no-untyped-call]
 
     def _post_forward(self, output: Any) -> Any:
         if self.mixed_precision is not None and not torch.is_grad_enabled():

@@ -1,8 +1,8 @@
 """Thousands of steps with pauses, errors, checkpoints, new wrappers and new process groups, and what they leave behind.
 
 Two ranks train on loopback with one hook after another. At random, a rank pauses, or raises an error in the forward,
-in its hook or at the end of the backward; all ranks then resume with ``resynchronize()``. After every step, the
-parameters must be equal on all ranks. `measure` starts the ranks; each runs `main`.
+in its hook or at the end of the backward; all ranks then resume with ``resynchronize()``. In one of ten
+backwards, the ranks compare their parameters. `measure` starts the ranks; each runs `main`.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def soak_command(
 ) -> None:
     """Train with pauses, errors, checkpoints, new wrappers and new process groups; show what the processes hold.
 
-    Takes ten minutes.
+    Takes three minutes.
     """
     run(f"{PROGRAM} soak", partial(soak.measure, rounds), soak.tables, output, program=PROGRAM)
 
