@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from itertools import combinations
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch.distributed as dist
 
 import gradwire
 from gradwire.reducer.adapted_ddp import AdaptedDDP
-from gradwire.reducer.drift import ELEMENTS_AT_ONCE, checksum
+from gradwire.reducer.drift import checksum
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
 from tests.support.ranks import from_all_ranks, on_ranks
 from tests.support.training import build, error_of, message_of, own_batches, train, train_steps, wrapped
@@ -232,9 +233,24 @@ def test_checksum_sees_changes_that_cancel_in_a_sum():
     assert checksum(tensor) != before
 
 
-def test_checksum_is_independent_of_strides_and_chunks():
-    tensor = torch.randn(3, ELEMENTS_AT_ONCE // 2 + 1, generator=torch.Generator().manual_seed(0))
-    bits = tensor.view(torch.int32).to(torch.int64)
-    assert checksum(tensor) == checksum(tensor.t()) == checksum(tensor.repeat(1, 2)[:, : tensor.shape[1]])
-    assert checksum(tensor) == (bits * (2 * bits + 1)).sum()
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_checksum_sees_opposite_changes_of_any_two_equal_elements(dtype):
+    bits = torch.zeros(19, dtype=dtype).view(
+        {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[dtype.itemsize]
+    )
+    before = checksum(bits)
+    for first, second in combinations(range(19), 2):
+        changed = bits.clone()
+        changed[first] += 1
+        changed[second] -= 1
+        assert checksum(changed) != before, (first, second)
+
+
+def test_checksum_is_independent_of_strides_and_alignment():
+    tensor = torch.randn(3, 1001, generator=torch.Generator().manual_seed(0))
+    others = [tensor.t().contiguous().t(), tensor.repeat(1, 2)[:, : tensor.shape[1]]]
+    for offset in range(4):
+        others.append(torch.zeros(4000)[offset : offset + tensor.numel()].view_as(tensor).copy_(tensor))
+    assert {int(checksum(each)) for each in (tensor, *others)} == {int(checksum(tensor))}
     assert checksum(torch.empty(0)) == 0
+    assert checksum(tensor) != checksum(tensor.flip(0))
