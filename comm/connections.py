@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 import weakref
-from contextlib import suppress
 from datetime import timedelta
 
 import torch
@@ -22,7 +21,7 @@ import torch.distributed as dist
 from gradwire.comm.executor import EXIT_TIMEOUT_SECONDS, TWO_THREADS, Executor, WorkerExecutor
 from gradwire.comm.groups import duplicate_group, is_gloo_on_cpu
 from gradwire.comm.nodes import local_size, node_name
-from gradwire.comm.store_collectives import POLL_SECONDS, get_all, gradwire_store
+from gradwire.comm.store_collectives import POLL_SECONDS, Notices, get_all, gradwire_store
 from gradwire.comm.stream_executor import StreamExecutor
 from gradwire.comm.torch_internals import (
     NO_BACKWARD,
@@ -60,6 +59,7 @@ class Connections:
         self.group, self._rank = group, dist.get_rank()  # for messages: this rank's number in the default group
         self.failure: str | None = None
         self._store = gradwire_store(group)
+        self._notices = Notices(self._store)
         self._node_keys = [f"node/{rank}" for rank in range(group.size())]
         self._store.set(self._node_keys[group.rank()], node_name())
         self.generation = self._store.add(self._counter, 1)
@@ -152,16 +152,13 @@ class Connections:
 
     def announce(self, place: str, text: str) -> None:
         """Tell the other ranks, in the store, where this rank waits."""
-        with suppress(RuntimeError):  # rank 0, which hosts the store, may have exited
-            self._store.set(f"{self.generation}/{place}", text)
+        key = f"{self.generation}/{place}"
+        self._notices.ask(lambda store: store.set(key, text))
 
     def announced(self, place: str) -> str | None:
         """The text that a rank has announced; None if none has."""
         key = f"{self.generation}/{place}"
-        with suppress(RuntimeError):  # rank 0, which hosts the store, may have exited
-            if self._store.check([key]):
-                return self._store.get(key).decode()
-        return None
+        return self._notices.ask(lambda store: store.get(key).decode() if store.check([key]) else None)
 
     def finish(self) -> None:
         """Enqueue the rest of all tasks; see `Executor.finish`."""
@@ -191,8 +188,8 @@ class Connections:
     def failure_elsewhere(self, wait: bool = False) -> str | None:
         """Why another rank has left; None if none has. With ``wait``, its notice has a moment to arrive."""
         if wait:
-            with suppress(RuntimeError):
-                self._store.wait([f"{self.generation}/{NOTICE}"], timedelta(seconds=2 * POLL_SECONDS))
+            key, limit = f"{self.generation}/{NOTICE}", timedelta(seconds=2 * POLL_SECONDS)
+            self._notices.ask(lambda store: store.wait([key], limit))
         return self.announced(NOTICE)
 
     def fail(self, reason: str) -> None:

@@ -6,9 +6,13 @@ They work while collectives are stuck, and a rank that waits knows which ranks a
 from __future__ import annotations
 
 import logging
+import queue
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -16,10 +20,12 @@ from gradwire.comm.torch_internals import PrefixStore, Store, device_timeouts, s
 
 DEFAULT_TIMEOUT = timedelta(minutes=2)
 POLL_SECONDS = 0.5  # interval between two calls of the `check` that may end a wait
+ANSWER_SECONDS = 2.0  # how long a rank waits for the answer to a short request
 WARN_AFTER = timedelta(seconds=20)  # a rank that has waited this long logs which ranks are missing
 MAX_SHOWN = 12  # largest number of differences between ranks that an error lists
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class RanksMissing(RuntimeError):
@@ -81,6 +87,40 @@ def store_all_gather(
     return get_all(store, keys)
 
 
+class Notices:
+    """Short requests to a store that end soon even if rank 0, which hosts it, is out of reach.
+
+    A request of PyTorch's store may wait for its answer until TCP gives up, a quarter of an hour. So each is made in a
+    thread. While one has no answer, later ones are not made.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._is_asking = threading.Lock()
+        self._is_unanswered = False  # whether the thread of a request was left alone with it
+
+    def ask(self, request: Callable[[Store], T], seconds: float = ANSWER_SECONDS) -> T | None:
+        """The answer; None if the store refuses the request, or has no answer within ``seconds``."""
+        if not self._is_asking.acquire(timeout=0 if self._is_unanswered else ANSWER_SECONDS):
+            return None
+        answers: queue.SimpleQueue[T | None] = queue.SimpleQueue()
+
+        def make() -> None:
+            answer = None
+            with suppress(RuntimeError):  # rank 0 may have exited
+                answer = request(self._store)
+            self._is_unanswered = False
+            self._is_asking.release()
+            answers.put(answer)
+
+        threading.Thread(target=make, name="gradwire store", daemon=True).start()
+        try:
+            return answers.get(timeout=seconds)
+        except queue.Empty:
+            self._is_unanswered = True
+            return None
+
+
 def get_all(store: Store, keys: list[str]) -> list[str]:
     """The values of the keys. Waits for those that are not set yet, until the store's timeout."""
     values = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]  # type: ignore[attr-defined]
@@ -116,9 +156,14 @@ def wait_for_ranks(
     return [rank for rank, key in ranks if not store.check([key])]
 
 
-def named_barrier(group: dist.ProcessGroup, purpose: str, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
+def named_barrier(
+    group: dist.ProcessGroup,
+    purpose: str,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+    check: Callable[[], None] = lambda: None,
+) -> None:
     """Barrier: return once every rank has made the matching call; see `store_all_gather`."""
-    store_all_gather(group, purpose, "here", timeout)
+    store_all_gather(group, purpose, "here", timeout, check)
 
 
 def format_differences(facts_by_rank: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> str:
