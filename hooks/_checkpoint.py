@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.comm import Transport, executor_for
-from gradwire.comm.store_collectives import named_barrier
+from gradwire.comm import Transport, connections_of, executor_for
+from gradwire.comm.store_collectives import RanksMissing, named_barrier
 from gradwire.compress._validation import check_elements, check_entries, check_tensor, check_whole_number, wrong
 from gradwire.hooks._bucket import GradBucket, bucket_device, bucket_dtype, described
 from gradwire.hooks._handshake import HookSettings, digest
@@ -225,14 +225,23 @@ class DeclaredMemory(HookSettings):
         self._scale = scale
         if before is None or before == scale:
             return
+        for error in self._every_error():
+            error.mul_(scale / before if before else 0)
+
+    def forget_errors(self) -> None:
+        """Set the error memory to zero."""
+        for error in self._every_error():
+            error.zero_()
+
+    def _every_error(self) -> list[Tensor]:
+        """The error memory of buckets, of earlier buckets, and of a checkpoint that no step has used yet."""
         kept = list(self.residuals())
         of_buckets = {error.untyped_storage().data_ptr() for error in kept}
         for tensors in (self._tensors, self._loaded):  # those of buckets are views
             for error in tensors.get(ERRORS, {}).values():
                 if error.untyped_storage().data_ptr() not in of_buckets:
                     kept.append(error)
-        for error in kept:
-            error.mul_(scale / before if before else 0)
+        return kept
 
     @property
     def error_memory_bytes(self) -> int:
@@ -265,6 +274,7 @@ class Checkpointed(DeclaredMemory):
     def __init__(self, hook: str, process_group: dist.ProcessGroup | None, options: Any) -> None:
         super().__init__(hook, process_group, options)
         self._is_loaded = False  # whether the memory is from a checkpoint
+        self._n_loaded: dict[str, int] = {}  # tensors of the latest checkpoint, by entry
         self._fits_model = True  # whether the loaded memory was compared with the model
         self._prepared: dict[str, Any] | None = None  # the result of `state_dict` until the next step
 
@@ -292,7 +302,7 @@ class Checkpointed(DeclaredMemory):
         """
         self._prepared = None
         self._check_can_be_saved()
-        named_barrier(self._group, f"{type(self).__name__}.prepare_checkpoint()", timeout=PREPARE_TIMEOUT)
+        self._meet("prepare_checkpoint()", PREPARE_TIMEOUT)
         self._prepared = self._collected()
 
     def state_dict(self) -> dict[str, Any]:
@@ -314,8 +324,8 @@ class Checkpointed(DeclaredMemory):
             return {key: dict(value) if isinstance(value, dict) else value for key, value in self._prepared.items()}
         self._check_can_be_saved()
         try:
-            named_barrier(self._group, f"{type(self).__name__}.state_dict()", timeout=STATE_DICT_TIMEOUT)
-        except RuntimeError as error:
+            self._meet("state_dict()", STATE_DICT_TIMEOUT)
+        except RanksMissing as error:
             raise RuntimeError(
                 f"{error} To save on some ranks only, call state.prepare_checkpoint() on every rank, then "
                 "state.state_dict() where you save."
@@ -332,6 +342,11 @@ class Checkpointed(DeclaredMemory):
             f"The {', '.join(saved)} of {type(self).__name__} cannot be loaded with another number of shards. Save "
             "state.state_dict() of every rank in a separate file, and resume with the same mesh."
         )
+
+    def _meet(self, call: str, timeout: timedelta) -> None:
+        """Wait for the same call on every rank."""
+        group = self._group
+        named_barrier(group, f"{type(self).__name__}.{call}", timeout, connections_of(group).check_peers)
 
     def _check_can_be_saved(self) -> None:
         """Raise RuntimeError if a checkpoint would hold numbers instead of names, or no entries."""
@@ -394,6 +409,7 @@ class Checkpointed(DeclaredMemory):
             loaded = {name: tensor.detach().clone() for name, tensor in state_dict[entry].items()}
             # The world size, and with it this rank's share of a sum, may not be known yet.
             self._tensors[entry], self._loaded[entry] = ({}, loaded) if declared.merge == "sum" else (loaded, {})
+            self._n_loaded[entry] = len(loaded)
         self._buckets, self._scale = {}, None
         self._restored(state_dict)
 
@@ -405,13 +421,13 @@ class Checkpointed(DeclaredMemory):
         self.iter = saved["iter"]
 
     def replicated(self) -> dict[str, object]:
-        """The number of steps; after a load also digests of memory that is the same on all ranks, and their number."""
+        """The number of steps; after a load also numbers of tensors, and digests of those equal on all ranks."""
         facts: dict[str, object] = {"iter": self.iter}
         for entry, declared in self.memory.items():
             if declared.merge == "same" and (self._is_loaded_anew or self.compares_memory()):
                 facts[f"memory {entry}"] = f"{len(self._tensors[entry])}, digest {digest(self._tensors[entry])}"
-            elif self._is_loaded_anew:
-                facts[f"loaded {entry}"] = len((self._tensors, self._loaded)[declared.merge == "sum"][entry])
+            elif self._is_loaded_anew and entry in self._n_loaded:
+                facts[f"loaded {entry}"] = self._n_loaded[entry]
         return facts
 
     def compares_memory(self) -> bool:

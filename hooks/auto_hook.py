@@ -176,6 +176,11 @@ class AutoState(HookState):
             if isinstance(method.state, HookState):
                 method.state.follow_scaler(scaler)
 
+    def forget_errors(self) -> None:
+        """Set the error memory of every method to zero."""
+        for _, state in self._with_memory():
+            state.forget_errors()
+
     def method(self, name: str) -> Method:
         """The method of a candidate, created at its first use."""
         if name not in self._methods:
@@ -435,6 +440,7 @@ def auto_hook(state: AutoState, bucket: GradBucket) -> torch.futures.Future[torc
     if state._trials:
         result = state._trials[-1].run(bucket, names, state.iter, state.method(PLAIN), state._recorder)
     else:
-        result = state._chosen(names).run(bucket, state.iter, state._recorder)
+        method = state.method(PLAIN) if state.sends_in_full else state._chosen(names)
+        result = method.run(bucket, state.iter, state._recorder)
     state.maybe_increase_iter(bucket)
     return result

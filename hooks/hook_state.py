@@ -30,7 +30,9 @@ from gradwire.hooks._bucket import (
     zero_copy,
 )
 from gradwire.hooks._checkpoint import MAX_COUNT, Checkpointed, Memory, check_count, option_values
+from gradwire.hooks._guard import Guard
 from gradwire.hooks._parameter_names import is_number, plain_name
+from gradwire.hooks.telemetry import Stopwatch
 from gradwire.kernels import dispatch, gradient_layout, is_capturing
 
 __all__ = ["HookState", "Memory", "Step", "hook_for"]
@@ -153,6 +155,7 @@ class HookState(Checkpointed):
 
     local_options: ClassVar[frozenset[str]] = frozenset()
     compiles_early: ClassVar[bool] = False
+    _guard: Guard | None = None
 
     def __init__(self, hook: str, process_group: dist.ProcessGroup | None = None, options: Any = None) -> None:
         super().__init__(hook, process_group, options)
@@ -272,10 +275,11 @@ class HookState(Checkpointed):
         """
         group, names = self.enter(bucket)
         iteration, memory = self._iter, None
-        if iteration >= self._start and not is_sparse(bucket):
-            memory = self.prepare(bucket, names, group)
-        elif self.compiles_early and not is_sparse(bucket):
-            self._compile(bucket, names, group, algorithm)
+        if not is_sparse(bucket) and not self.sends_in_full:
+            if iteration >= self._start:
+                memory = self.prepare(bucket, names, group)
+            elif self.compiles_early:
+                self._compile(bucket, names, group, algorithm)
 
         def on_tensors(
             source: Gradients, target: Gradients, transport: Transport, workspace: Workspace
@@ -352,6 +356,8 @@ class HookState(Checkpointed):
         self._latest_index = index
         if latest is None or index <= latest:  # the buckets of a step come in order, but any may be skipped
             self.begin_step()
+            if self._guard is not None:
+                self._guard.begin_step(self._iter)
         group, names = self.agree(bucket, self._process_group), self.parameter_names(bucket)
         if not self._patterns_match:
             self._names.note(names, bucket)
@@ -376,6 +382,65 @@ class HookState(Checkpointed):
         if self.memory:
             self._names.is_closed = True
 
+    # Divergence.
+
+    def guard(self, *, every: int = 5, growth: float = 10.0, ratio: float = 100.0, plain_steps: int = 100) -> None:
+        """Send gradients in full for a while whenever training seems to diverge. Call it on every rank.
+
+        In one of ``every`` steps, the ranks compute the norms of the mean gradient and of the error memory, and share
+        them in an all-reduce of 16 bytes. In the next step, all of them change to the plain all-reduce, clear their
+        error memory and log a warning if
+
+        - the norm of the gradient exceeds ``growth`` times its median in the older half of the last 32 checks, or
+        - the norm of the error memory exceeds ``ratio`` times that of the gradient, or
+        - the error memory is not finite, or the gradient was not in two checks in a row.
+
+        They compress again after ``plain_steps`` steps, once the norm of the gradient is below half of ``growth`` times
+        the median. If the guard trips again before as many compressed steps, the next pause is twice as long. Until it
+        trips, steps are bitwise the same as without it.
+
+        The guard starts anew after ``resynchronize()``, a load and an assigned step count. It is neither pickled nor
+        saved in checkpoints. It needs the last bucket of a step, and does nothing while a whole step is captured in a
+        CUDA graph. With FSDP2, the replicas of each shard decide for themselves.
+
+        Args:
+            every: number of steps per check.
+            growth: largest norm of the mean gradient, relative to its median, at least 2.
+            ratio: largest norm of the error memory, relative to that of the mean gradient: the root mean square over
+                the ranks of ``residual_ratio`` in `metrics`.
+            plain_steps: number of steps without compression, at least.
+
+        Raises:
+            ValueError: a number is out of range.
+
+        Examples:
+            >>> state = QuantizationState(wire="sign")
+            >>> state.guard()
+        """
+        self._guard = Guard(self, every, growth, ratio, plain_steps)
+        self._record()
+        self.revoke_agreements()
+
+    def stop_guarding(self) -> None:
+        """Turn the `guard` off. Call it on every rank, between the same two steps."""
+        self._guard = None
+        self._record()
+
+    @property
+    def sends_in_full(self) -> bool:
+        """Whether the `guard` has turned compression off."""
+        return self._guard is not None and self._guard.is_tripped
+
+    def recorders(self) -> list[Stopwatch]:
+        """The guard and telemetry, as far as they are on."""
+        return [*([self._guard] if self._guard is not None else []), *super().recorders()]
+
+    def expect_handshake(self) -> None:
+        """Request a handshake at the next bucket; call it after the state was loaded."""
+        super().expect_handshake()
+        if self._guard is not None:
+            self._guard.restart()
+
     # Options.
 
     @property
@@ -395,11 +460,13 @@ class HookState(Checkpointed):
 
     def apply_settings(self, settings: dict[str, object]) -> None:
         """Apply options that were assigned or modified since the last step: new buckets, which start from the old
-        errors.
+        errors. The handshake calls it on all ranks.
 
         Raises:
             ValueError: an option has the wrong type or is out of range.
         """
+        if self._guard is not None:
+            self._guard.restart()  # before, as after an error, ranks may have seen different checks
         if self._applied == settings:
             return
         if self.options is not None:

@@ -239,6 +239,10 @@ class QuantizationState(HookState):
         """This rank's error memory of both shots, for `metrics`."""
         return [bucket.errors for _, bucket in list(self._buckets.values()) if bucket.errors is not None]
 
+    def _every_error(self) -> list[Tensor]:
+        nodes = [bucket for _, bucket in self._buckets.values() if isinstance(bucket, NodeBucket)]
+        return [*super()._every_error(), *(error for node in nodes for error in (node.inherited or {}).values())]
+
     def make_bucket(
         self, parameters: Sequence[Tensor], dtype: torch.dtype, names: Sequence[str], transport: Transport
     ) -> AnyBucket:

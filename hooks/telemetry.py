@@ -85,7 +85,9 @@ def to_wandb(run: Any, prefix: str = "gradwire/") -> Report:
 class Observed:
     """A hook state that can measure its steps. docs/telemetry.md lists the metrics."""
 
-    _recorder: Stopwatch | None = None  # a class attribute: it is neither pickled nor part of a checkpoint
+    # Class attributes: they are neither pickled nor part of a checkpoint.
+    _recorder: Stopwatch | None = None  # whatever follows the buckets of a step: telemetry, the guard, or both
+    _telemetry: Telemetry | None = None
 
     def observe(self, *, every: int = 50, exact_every: int = 0, report: Report | None = None) -> None:
         """Measure one in ``every`` steps from now on. Call it on every rank, between the same two steps.
@@ -103,13 +105,15 @@ class Observed:
         Raises:
             ValueError: a number of steps is out of range.
         """
-        self._recorder = Telemetry(self, every, exact_every, report)
+        self._telemetry = Telemetry(self, every, exact_every, report)
+        self._record()
 
     def stop_observing(self) -> None:
         """Report the steps measured so far, and stop measuring. Call it on every rank, between the same two steps."""
-        if isinstance(self._recorder, Telemetry):
-            self._recorder.flush()
-        self._recorder = None
+        if self._telemetry is not None:
+            self._telemetry.flush()
+        self._telemetry = None
+        self._record()
 
     def metrics(self) -> dict[str, float]:
         """The metrics of the latest measured step; empty before the first one has ended.
@@ -117,14 +121,23 @@ class Observed:
         Raises:
             RuntimeError: `observe` was not called.
         """
-        telemetry = self._recorder
-        if not isinstance(telemetry, Telemetry):
+        telemetry = self._telemetry
+        if telemetry is None:
             raise RuntimeError(
                 f"This {type(self).__name__} is not measured. Call state.observe() on every rank before the steps "
                 "that you want to measure."
             )
         telemetry.flush()
         return dict(telemetry.latest)
+
+    def recorders(self) -> list[Stopwatch]:
+        """The objects that follow the buckets of a step, the innermost first."""
+        return [self._telemetry] if self._telemetry is not None else []
+
+    def _record(self) -> None:
+        """Let the `recorders` follow the next steps."""
+        recorders = self.recorders()
+        self._recorder = recorders[0] if len(recorders) == 1 else Together(recorders) if recorders else None
 
     def residuals(self) -> Sequence[Tensor]:
         """This rank's error memory, for ``residual_ratio``; empty without error feedback."""
@@ -153,6 +166,11 @@ class Mark:
     def is_past(self) -> bool:
         """Whether the device has reached it."""
         return self._event is None or bool(self._event.query())
+
+    def wait(self) -> None:
+        """Wait until the device has reached it."""
+        if self._event is not None:
+            self._event.synchronize()
 
     def milliseconds_since(self, earlier: Mark) -> float:
         """Milliseconds since ``earlier``; both must be past."""
@@ -227,6 +245,32 @@ class Stopwatch:
         return timeline.measured(algorithm)
 
 
+class Together(Stopwatch):
+    """Several recorders, or several samples of one bucket, as one."""
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        super().__init__()
+        self._parts = parts
+
+    def settings(self) -> dict[str, object]:
+        return {name: value for part in self._parts for name, value in part.settings().items()}
+
+    def agreed(self) -> None:
+        for part in self._parts:
+            part.agreed()
+
+    def sample(self, index: int) -> Together | None:
+        samples = [sample for part in self._parts if (sample := part.sample(index)) is not None]
+        return Together(samples) if samples else None
+
+    def measured(
+        self, algorithm: Algorithm[T], is_last: bool, device: torch.device, work: Work | None, transport: Transport
+    ) -> Algorithm[T]:
+        for part in self._parts:
+            algorithm = part.measured(algorithm, is_last, device, work, transport)
+        return algorithm
+
+
 class Telemetry(Stopwatch):
     """The measurements of a hook state; the arguments are those of `Observed.observe`."""
 
@@ -287,8 +331,7 @@ class Sample:
         self._timelines: list[Timeline] = []
         self._gradient_bytes: list[int] = []  # by bucket, like the timelines
         self._sums: dict[str, Tensor] = {}  # fp64, on the device
-        self._values = torch.empty(0)  # the sums, in the order of `_sums`, on the host once `_copied` is past
-        self._copied: Mark | None = None
+        self._values: HostCopy | None = None  # the sums, in the order of `_sums`
 
     async def measured(
         self, algorithm: Algorithm[T], is_last: bool, device: torch.device, work: Work | None, transport: Transport
@@ -320,20 +363,18 @@ class Sample:
         for name, value in self._state.device_counters().items():
             self._sum(name, value)
         sums = [value.to(device) for value in self._sums.values()]
-        values = torch.stack(sums) if sums else torch.empty(0, device=device)  # a step of sparse buckets has none
-        if device.type == "cuda":
-            pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            values = pinned.copy_(values, non_blocking=True)
-        self._values, self._copied = values, Mark(device)
+        # A step of sparse buckets has none.
+        self._values = HostCopy(torch.stack(sums) if sums else torch.empty(0, device=device))
         self.is_complete = True
 
     def is_ready(self) -> bool:
         """Whether `metrics` can be called without waiting for the device."""
-        return self._copied is not None and self._copied.is_past()
+        return self._values is not None and self._values.is_there()
 
     def metrics(self) -> dict[str, float]:
         """The measurements, named as docs/telemetry.md lists them."""
-        sums = dict(zip(self._sums, self._values.tolist(), strict=True))
+        assert self._values is not None
+        sums = dict(zip(self._sums, self._values.read(), strict=True))
         sent = [timeline.sent_bytes for timeline in self._timelines]
         gradient_bytes, sent_bytes = sum(self._gradient_bytes), sum(sent)
         encode, wire, decode = map(sum, zip(*(each.milliseconds() for each in self._timelines), strict=True))
@@ -358,14 +399,41 @@ class Sample:
 
     def _add(self, name: str, tensors: Sequence[Tensor]) -> None:
         """Add the squares of all elements to a sum."""
-        present = [tensor for tensor in tensors if tensor.numel() > 0]
-        if present:
-            dtype = torch.float32 if present[0].dtype.itemsize == 2 else None  # squares overflow in fp16
-            norms = torch._foreach_norm(present, 2, dtype)
-            self._sum(name, torch.stack([norm.double() for norm in norms]).square().sum())
+        if tensors:
+            self._sum(name, sum_of_squares(tensors, tensors[0].device))
 
     def _sum(self, name: str, value: Tensor) -> None:
         self._sums[name] = value.double() + self._sums[name] if name in self._sums else value.double()
+
+
+class HostCopy:
+    """A copy of a 1-D tensor on the host, which the current stream fills; nothing waits for it before `read`."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.device = values.device
+        if values.is_cuda:
+            pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            values = pinned.copy_(values, non_blocking=True)
+        self._values, self._copied = values, Mark(self.device)
+
+    def is_there(self) -> bool:
+        """Whether `read` does not wait."""
+        return self._copied.is_past()
+
+    def read(self) -> list[float]:
+        """The values, once the device has copied them."""
+        self._copied.wait()
+        return self._values.tolist()
+
+
+def sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The sum of the squares of all elements of tensors on ``device``: 0-d, fp64."""
+    present = [tensor for tensor in tensors if tensor.numel() > 0]
+    if not present:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    dtype = torch.float32 if present[0].dtype.itemsize == 2 else None  # squares overflow in fp16
+    norms = torch._foreach_norm(present, 2, dtype)
+    return torch.stack([norm.double() for norm in norms]).square().sum()
 
 
 def _flat(gradients: Gradients, scale: float) -> Tensor:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 import gradwire
 from gradwire.comm import connections_of, executor, groups, store_collectives, transport
 from gradwire.comm.connections import Connections
-from gradwire.comm.store_collectives import POLL_SECONDS, RanksMissing, gradwire_store, store_all_gather
+from gradwire.comm.store_collectives import POLL_SECONDS, Notices, RanksMissing, gradwire_store, store_all_gather
 from gradwire.hooks._bucket import reduce_bucket
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks, differences
 from tests.support.ranks import from_all_ranks, on_ranks
@@ -427,7 +427,37 @@ def test_notices_have_ranks_of_the_default_group():
         assert connections_of(group).failure_elsewhere() == "A gradient exchange failed on rank 2: planted"
 
 
-# --- meetings in the store
+# --- requests and meetings in the store
+
+
+def test_request_without_an_answer_blocks_neither_itself_nor_later_ones():
+    is_back, made = threading.Event(), []
+    notices = Notices(None)
+
+    def request(store, number):
+        made.append(number)
+        if number == 1:
+            is_back.wait()
+        return number
+
+    assert notices.ask(lambda store: request(store, 0)) == 0
+    assert notices.ask(lambda store: request(store, 1), seconds=0.01) is None
+    assert notices.ask(lambda store: request(store, 2)) is None
+    assert made == [0, 1]
+    is_back.set()
+    while notices.ask(lambda store: request(store, 3)) is None:
+        pass
+    assert made == [0, 1, 3]
+
+
+def test_request_that_the_store_refuses_has_no_answer():
+    def refuse(store):
+        raise RuntimeError
+
+    assert Notices(None).ask(refuse) is None
+    notices = Notices(dist.HashStore())
+    notices.ask(lambda store: store.set("key", "text"))
+    assert notices.ask(lambda store: store.get("key")) == b"text"
 
 
 @pytest.mark.parametrize("outcome", ["met", "failed"])
@@ -489,3 +519,16 @@ def test_ranks_that_were_a_step_apart_continue_with_one_step_count(hook):
     ddp.resynchronize()
     train_steps(ddp, 3)
     assert from_all_ranks(state.iter) == [6, 6]
+
+
+@pytest.mark.parametrize("hook", FEEDBACK)
+@on_ranks(2)
+def test_failed_first_compressed_step_leaves_states_that_agree(hook):
+    # The other rank has made the error memory of some buckets.
+    training = Training(hook, group=dist.new_group())
+    training.run(START)
+    with failing_hook(training.ddp, 0 if dist.get_rank() == 0 else -1):
+        assert error_of(training.run, 1) is not None
+    training.ddp.resynchronize()
+    training.run(2)
+    assert_same_on_all_ranks(from_all_ranks(gradients(training.ddp)))

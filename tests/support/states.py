@@ -55,7 +55,7 @@ class Ledger:
             self.size[name] += error.abs()
         # Per step: M rounds twice, each of n contributions to a sum once, the sum's two errors and E once each.
         roundings = (self._n_steps + 1) * (dist.get_world_size(self._group) + 4)
-        largest = {name: size.max().item() for name, size in self.size.items()}
+        largest = {name: size.max().item() if size.numel() else 0 for name, size in self.size.items()}
         return [name for name, lost in self.lost.items() if (lost.abs() > roundings * precision * largest[name]).any()]
 
 
