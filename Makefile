@@ -8,7 +8,7 @@ export PYTHONSAFEPATH := 1
 # Developers' tools are run in the checkout and are not installed.
 TOOL := PYTHONSAFEPATH= $(BIN)/python -m tools
 
-.PHONY: install check format docs test test-slow mutants soak test-integrations test-triton36 test-matrix conformance demo bench-kernels bench-rounding bench-telemetry bench-reducer bench-hooks bench-network bench-nodes bench-advise bench-auto bench-converge bench compiled pages gpu gpu-rehearsal wheel clean
+.PHONY: install check format docs test test-slow mutants faults soak test-integrations test-triton36 test-matrix conformance demo bench-kernels bench-rounding bench-telemetry bench-reducer bench-hooks bench-network bench-nodes bench-advise bench-auto bench-converge bench compiled pages gpu gpu-rehearsal wheel clean
 
 install: .venv/.installed
 
@@ -54,12 +54,18 @@ test: install
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(ON_ALL_CORES) tests/kernels
 
 test-slow: install
-	$(BIN)/python -m pytest $(ON_ALL_CORES) -m slow
+	$(BIN)/python -m pytest $(ON_ALL_CORES) -m "slow and not faults"
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(ON_ALL_CORES) -m slow tests/kernels
 
 # Plants the defects of tests/mutants.toml one by one, and lists those that no test catches. Takes minutes.
 mutants: install
 	$(TOOL).mutants
+
+# Ranks that are killed, interrupted or stopped, links that are cut, and elastic restarts: every pair of fault, place,
+# hook and DDP. Links need root on Linux.
+faults: export OMP_NUM_THREADS := 1
+faults: install
+	$(BIN)/python -m pytest -n 4 --dist worksteal -m "not slow" tests/faults
 
 # Thousands of steps with errors, checkpoints, new wrappers and process groups, and what they leave behind.
 soak: install

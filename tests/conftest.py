@@ -22,7 +22,7 @@ MISSING = [
     name for name in ("hypothesis", "matplotlib", "numpy", "rich", "sklearn", "typer") if find_spec(name) is None
 ]
 collect_ignore_glob = (
-    ["test_*.py", "conformance", "distributed", "integrations", "kernels", "planner"] if MISSING else []
+    ["test_*.py", "conformance", "distributed", "faults", "integrations", "kernels", "planner"] if MISSING else []
 )
 if not MISSING:
     from hypothesis import Phase, settings

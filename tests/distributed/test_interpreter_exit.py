@@ -83,9 +83,9 @@ def run(how, hook, wrapper, folder):
     return [process.returncode for process in processes], lines, outputs
 
 
-FEW = [("dies", "fp16", "gradwire"), ("fails", "int4", "gradwire")]
-MANY = [
-    *FEW,
+CASES = [  # one of each ends in `make test`, too: tests/faults
+    ("dies", "fp16", "gradwire"),
+    ("fails", "int4", "gradwire"),
     ("resynchronizes", "fp16", "gradwire"),
     ("dies", "none", "gradwire"),
     ("dies", "fp16", "pytorch"),
@@ -93,9 +93,8 @@ MANY = [
 ] * 8
 
 
-@pytest.mark.parametrize(
-    ("how", "hook", "wrapper"), [*FEW, *(pytest.param(*case, marks=pytest.mark.slow) for case in MANY)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "hook", "wrapper"), CASES)
 def test_interpreter_of_every_rank_ends_normally_after_an_error(tmp_path, how, hook, wrapper):
     codes, (survivor, failed), outputs = run(how, hook, wrapper, tmp_path)
     assert codes == [0, 1 if how == "dies" else 0], outputs
