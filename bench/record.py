@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import secrets
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -127,9 +128,24 @@ def load(path: Path) -> list[Record]:
     try:
         first, *lines = path.read_text().splitlines()
         provenance = json.loads(first)["provenance"]
-        return [Record(**json.loads(line), provenance=provenance) for line in lines]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        records = [Record(**json.loads(line), provenance=provenance) for line in lines]
+        if not records or not all(map(_has_right_types, records)):
+            raise ValueError("there are no records, or values of other types")
+        return records
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise RecordError(f"{path} is not a file that `gradwire bench ... --output` writes ({error!r})") from error
+
+
+def _has_right_types(record: Record) -> bool:
+    numbers = [record.p50, record.p20, record.p80]
+    return (
+        all(isinstance(text, str) for text in (record.bench, record.implementation, record.metric))
+        and isinstance(record.case, dict)
+        and isinstance(record.provenance, dict)
+        and isinstance(record.ranks, int)
+        and isinstance(record.series, list)
+        and all(number is None or isinstance(number, int | float) for number in (*numbers, *record.series))
+    )
 
 
 def unique(values: Iterable[Any]) -> list[Any]:
@@ -189,7 +205,8 @@ def _git(folder: Path, *arguments: str) -> str | None:
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary path to write to, which replaces ``path`` at the end unless an exception is raised."""
-    partial = path.with_name(f".{path.name}.partial")
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    partial.touch(exist_ok=False)  # never through a link that somebody else has made in a shared folder
     try:
         yield partial
         partial.replace(path)

@@ -251,11 +251,16 @@ def bench_report(
         if first.bench not in TABLES:
             typer.echo(f"gradwire bench report: {path} has results of {first.bench!r}, not of a benchmark.", err=True)
             raise typer.Exit(1)
-        print_tables(TABLES[first.bench](records))
-        typer.echo(f"{first.provenance['command']}\n{machine_line(first.provenance)}.\n")
-        if plots is not None and first.bench in DRAWINGS:
-            DRAWINGS[first.bench](records, plots / f"{path.stem}.png")
-            typer.echo(f"Plot: {plots / path.stem}.png\n")
+        try:
+            print_tables(TABLES[first.bench](records))
+            typer.echo(f"{first.provenance['command']}\n{machine_line(first.provenance)}.\n")
+            if plots is not None and first.bench in DRAWINGS:
+                DRAWINGS[first.bench](records, plots / f"{path.stem}.png")
+                typer.echo(f"Plot: {plots / path.stem}.png\n")
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, StopIteration) as error:
+            # Each benchmark has cases and settings of its own.
+            typer.echo(f"gradwire bench report: {path} is damaged, or from another version ({error!r}).", err=True)
+            raise typer.Exit(1) from None
 
 
 def _run(

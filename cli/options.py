@@ -57,7 +57,11 @@ HostsOption = Annotated[int, number("Number of hosts, one rank each.", least=2, 
 
 def _in_a_folder(path: Path | None) -> Path | None:
     """Refuse, before the measurement, a file that cannot be written after it."""
-    if path is not None and not path.parent.is_dir():
+    try:
+        is_there = path is None or path.parent.is_dir()
+    except OSError:  # its name is too long
+        is_there = False
+    if path is not None and not is_there:
         raise typer.BadParameter(f"there is no folder {path.parent}; make it first.", param_hint="--output")
     if path is not None and not os.access(path.parent, os.W_OK | os.X_OK):
         raise typer.BadParameter(

@@ -6,6 +6,8 @@ from typing import Annotated, get_args, get_origin, get_type_hints
 
 import pytest
 import typer
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from gradwire.cli import advise, app, command_runs
@@ -93,3 +95,16 @@ def test_ranks_per_node_that_do_not_divide_the_world_size_are_refused():
     done = CliRunner(env={"NO_COLOR": "1", "COLUMNS": "200"}).invoke(app.app, arguments)
     assert done.exit_code == 2
     assert "3 is not a divisor of the world size, 4" in done.output
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_text_of_any_option_is_accepted_or_a_usage_error(data):
+    path, name, _ = data.draw(st.sampled_from([each for each in OPTIONS if each[2] is not bool]))
+    pieces = [*VALUES, "none", "int4", "powersgd-r4", "100mbit", "1gbit", ",", "-", ".", "/", "x" * 400, "é"]
+    piece = st.sampled_from(pieces) | st.text(st.characters(exclude_characters="\0"), max_size=5)
+    value = data.draw(st.lists(piece, max_size=4).map("".join))
+    words = [value] if name == "results" else [f"{option(name)}={value}"]
+    done = CliRunner(env={"NO_COLOR": "1", "COLUMNS": "200"}).invoke(app.app, [*path, *NEEDED.get(path[0], []), *words])
+    is_accepted = str(done.exception) == "the measurement began"
+    assert is_accepted or done.exception is None or isinstance(done.exception, SystemExit), done.output
