@@ -1,7 +1,7 @@
 """Train with 4-bit gradients, save, and resume on another number of ranks. This is the README's diff as a program.
 
-    torchrun --nproc-per-node 2 examples/train_int4.py checkpoint.pt
-    torchrun --nproc-per-node 3 examples/train_int4.py checkpoint.pt
+    torchrun --nproc-per-node 2 examples/train_int4.py checkpoints
+    torchrun --nproc-per-node 3 examples/train_int4.py checkpoints
 
 The second run continues from the checkpoint of the first: model, optimizer, and error memory.
 """
@@ -15,13 +15,14 @@ import torch.distributed as dist
 from torch import nn
 
 from gradwire import DistributedDataParallel
+from gradwire.checkpoint import load, save
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
 
 STEPS = 150
 
 
-def main(path: Path) -> None:
-    """Take `STEPS` more steps; rank 0 prints the loss and saves."""
+def main(folder: Path) -> None:
+    """Take `STEPS` more steps, and save; rank 0 prints the loss."""
     use_cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if use_cuda else torch.device("cpu")
     dist.init_process_group("nccl" if use_cuda else "gloo")
@@ -33,14 +34,8 @@ def main(path: Path) -> None:
     state = QuantizationState(wire="int4")
     model.register_comm_hook(state, quantization_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    dist.barrier()  # no rank saves before all ranks have looked for the checkpoint
-    if path.exists():
-        saved = torch.load(path, weights_only=True)
-        model.module.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        state.load_state_dict(saved["hook"])
 
-    start = state.iter
+    start = load(folder, model, optimizer) or 0  # None in the first run
     torch.manual_seed(1 + dist.get_rank() + start)  # different data on every rank
     for step in range(start + 1, start + STEPS + 1):
         inputs = torch.randn(32, 64, device=device)
@@ -51,11 +46,7 @@ def main(path: Path) -> None:
         if dist.get_rank() == 0 and step % 50 == 0:
             print(f"{dist.get_world_size()} ranks, step {step}: loss {loss.item():.3f}")
 
-    state.prepare_checkpoint()  # a collective call: the errors of all ranks are summed
-    if dist.get_rank() == 0:
-        torch.save(
-            {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "hook": state.state_dict()}, path
-        )
+    save(folder, model, optimizer, start + STEPS)  # a collective call
     dist.destroy_process_group()
 
 

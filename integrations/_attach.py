@@ -9,6 +9,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from gradwire import sharded
+from gradwire.hooks.hook_state import HookState
 
 
 class HookNotUsedWarning(UserWarning):
@@ -75,3 +76,9 @@ def attach(
         )
         return None
     return sharded.attach(ddp or model, state, hook, within=within)
+
+
+def follow_scaler(state: object, scaler: Any) -> None:
+    """Let the error memory of a state follow the gradient scaler of a trainer, as far as there are both."""
+    if scaler is not None and isinstance(state, HookState):
+        state.follow_scaler(scaler)

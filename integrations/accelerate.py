@@ -28,6 +28,8 @@ def attach(
 ) -> Attachment | None:
     """Compress the gradients of a prepared model, and save the hook's state with ``save_state``.
 
+    With fp16 mixed precision, error memory follows the accelerator's gradient scaler.
+
     Accelerate's own option, ``DistributedDataParallelKwargs(comm_hook=...)``, accepts only hooks that Accelerate knows
     by name, and silently ignores functions.
 
@@ -51,6 +53,7 @@ def attach(
         RuntimeError: a hook is already registered on the DistributedDataParallel.
     """
     attachment = _attach.attach(model, state, hook, within=within)
+    _attach.follow_scaler(state, accelerator.scaler)
     if attachment is None or not has_memory(state, within):
         return attachment
     if _attach.find_ddp(model) is None:

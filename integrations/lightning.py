@@ -15,7 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from gradwire.integrations._attach import attach
+from gradwire.integrations._attach import attach, follow_scaler
 from gradwire.integrations._checkpoint import (
     check_shards,
     collect_state,
@@ -67,6 +67,7 @@ class GradwireStrategy(DDPStrategy):
         if hook is not None:
             hook = hook if self._ddp_comm_wrapper is None else self._ddp_comm_wrapper(hook)
             attach(self.model, self._ddp_comm_state, hook)
+            follow_scaler(self._ddp_comm_state, getattr(self.precision_plugin, "scaler", None))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Add the state of the hook to a checkpoint and write it on rank 0. A collective call."""
@@ -125,6 +126,7 @@ class GradwireModelParallelStrategy(ModelParallelStrategy):
         if trainer.state.fn == TrainerFn.FITTING and model is not None and model is not self._attached:
             self._attachment = attach(model, self._comm_state, self._comm_hook, within=self._within)
             self._attached = model
+            follow_scaler(self._comm_state, getattr(self.precision_plugin, "scaler", None))
             if self._attachment is not None and has_memory(self._comm_state, self._within):
                 check_shards(self._attachment)
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback
 
-from gradwire.integrations._attach import attach, find_ddp
+from gradwire.integrations._attach import attach, find_ddp, follow_scaler
 from gradwire.integrations._checkpoint import (
     check_shards,
     collect_state,
@@ -75,6 +75,7 @@ class GradwireCallback(TrainerCallback):
         if self._attachment is None or model is not self._attached:  # every `train()` may wrap the model anew
             self._attachment = attach(model, self._state, self._hook, within=self._within)
             self._attached = model
+            follow_scaler(self._state, self._trainer.accelerator.scaler)
             if self._attachment is not None and self._is_sharded and has_memory(self._state, self._within):
                 check_shards(self._attachment)
 

@@ -4,6 +4,7 @@ import pytest
 
 pytest.importorskip("accelerate", reason="needs the extra 'accelerate': make test-integrations")
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
@@ -117,6 +118,19 @@ def test_mixed_precision_and_accumulation_of_accelerate_are_kept(run_on_two_rank
     for (ours, pytorchs), (with_fp32, _) in zip(changed, default, strict=True):
         assert task.distance(ours, pytorchs) == 0
         assert task.distance(ours, with_fp32) > 0.01
+
+
+def follow_the_scaler():
+    task.launched_by_torchrun()
+    accelerator = Accelerator(cpu=True)
+    accelerator.scaler = torch.amp.GradScaler("cpu")  # as with fp16 on a GPU
+    state, function = task.HOOKS["powersgd"]()
+    attach(accelerator, prepare_model(accelerator, task.new_net()), state, function)
+    return state._scaler is accelerator.scaler
+
+
+def test_error_memory_follows_the_scaler_of_accelerate(run_on_two_ranks):
+    assert run_on_two_ranks(follow_the_scaler) == [True, True]
 
 
 def test_one_process_warns_and_saves_no_state_of_the_hook(tmp_path):

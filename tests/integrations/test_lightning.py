@@ -6,7 +6,9 @@ import pytest
 
 pytest.importorskip("lightning", reason="needs the extra 'lightning': make test-integrations")
 
+import torch
 from lightning import LightningModule, Trainer
+from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 
 from gradwire.hooks.default_hooks import fp16_compress_wrapper
@@ -29,11 +31,11 @@ class Regression(LightningModule):
         return task.optimizer_of(self)
 
 
-def fit(rank, strategy, epochs=task.EPOCHS, resume_from=None):
+def fit(rank, strategy, epochs=task.EPOCHS, resume_from=None, **options):
     """Train a new model; returns the trainer and the weights."""
     trainer = Trainer(
         accelerator="cpu", devices=2, strategy=strategy, max_epochs=epochs, use_distributed_sampler=False,
-        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, **options,
     )  # fmt: skip
     model = task.new_net(Regression)
     trainer.fit(model, task.rank_loader(rank), ckpt_path=resume_from)
@@ -100,6 +102,17 @@ def test_options_of_ddp_and_wrapper_of_the_hook_arrive(run_on_two_ranks):
     for steps, cap, hooks in run_on_two_ranks(train_with_wrapped_hook_and_options):
         assert (steps, cap) == (task.STEPS_PER_EPOCH, 2**20)
         assert hooks == ["fp16_compress_wrapper_hook"]
+
+
+def follow_the_scaler():
+    rank, strategy = task.launched_by_torchrun(), strategy_of("powersgd")
+    precision = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
+    fit(rank, strategy, epochs=1, plugins=[precision])
+    return strategy._ddp_comm_state._scaler is precision.scaler
+
+
+def test_error_memory_follows_the_scaler_of_lightning(run_on_two_ranks):
+    assert run_on_two_ranks(follow_the_scaler) == [True, True]
 
 
 def test_strategy_without_hook_needs_no_state():
