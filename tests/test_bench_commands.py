@@ -45,7 +45,15 @@ def check_rounding(records):
     ("command", "options", "printed", "check"),
     [
         ("bench kernels", "--models gpt2-124m --sizes 1 --rounds 2", "gpt2-124m, 1 MiB", check_kernels),
-        ("bench reducer", "--models tiny-layers --ranks 2 --steps 2", "tiny-layers: 200 of 0.027 M", check_reducer),
+        pytest.param(
+            *(
+                "bench reducer",
+                "--models tiny-layers --ranks 2 --steps 2",
+                "tiny-layers: 200 of 0.027 M",
+                check_reducer,
+            ),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             *("bench telemetry", "--ranks 1 --steps 1", "overhead: extra time of a measured step", check_telemetry),
             marks=pytest.mark.slow,

@@ -289,6 +289,7 @@ def memory_and_log(library, values):
     return pointers[2:], messages
 
 
+@pytest.mark.slow
 def test_p11_error_memory_is_kept_and_start_is_logged_once(both, pytorch):
     values = random_values(1, 7, ((24, 24), (16, 20), (20, 16)))
     ((pointers, messages),), theirs = both(memory_and_log, ([[0], [1]], []), size=1, values=values)

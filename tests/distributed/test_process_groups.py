@@ -179,7 +179,7 @@ MOVES = {"fewer": ([[0, 1, 2]], [1, 2]), "more": ([[0, 1], [2]], [0, 1, 2]), "ot
 @pytest.mark.parametrize(
     ("move", "wrapper"),
     [
-        pytest.param(move, wrapper, marks=[pytest.mark.slow] * (wrapper == "pytorch" and move != "more"))
+        pytest.param(move, wrapper, marks=[pytest.mark.slow] * (wrapper == "pytorch"))
         for move in MOVES
         for wrapper in WRAPPERS
     ],
