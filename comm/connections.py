@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import weakref
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
@@ -25,6 +26,7 @@ from gradwire.comm.store_collectives import POLL_SECONDS, Notices, get_all, grad
 from gradwire.comm.stream_executor import StreamExecutor
 from gradwire.comm.torch_internals import (
     NO_BACKWARD,
+    Store,
     current_backward,
     default_group,
     lifetime_token,
@@ -153,7 +155,7 @@ class Connections:
     def announce(self, place: str, text: str) -> None:
         """Tell the other ranks, in the store, where this rank waits."""
         key = f"{self.generation}/{place}"
-        self._notices.ask(lambda store: store.set(key, text))
+        self._notices.tell(lambda store: store.set(key, text))
 
     def announced(self, place: str) -> str | None:
         """The text that a rank has announced; None if none has."""
@@ -187,10 +189,15 @@ class Connections:
 
     def failure_elsewhere(self, wait: bool = False) -> str | None:
         """Why another rank has left; None if none has. With ``wait``, its notice has a moment to arrive."""
-        if wait:
-            key, limit = f"{self.generation}/{NOTICE}", timedelta(seconds=2 * POLL_SECONDS)
-            self._notices.ask(lambda store: store.wait([key], limit))
-        return self.announced(NOTICE)
+        key = f"{self.generation}/{NOTICE}"
+
+        def look(store: Store) -> str | None:
+            if wait:
+                with suppress(RuntimeError):
+                    store.wait([key], timedelta(seconds=2 * POLL_SECONDS))
+            return store.get(key).decode() if store.check([key]) else None
+
+        return self._notices.ask(look)
 
     def fail(self, reason: str) -> None:
         """Leave, abandoning everything in flight: every exchange raises from now on, soon also on the other ranks.
@@ -207,8 +214,13 @@ class Connections:
             self._abandon()
 
     def _post(self, reason: str) -> None:
-        if self.announced(NOTICE) is None:
-            self.announce(NOTICE, reason)
+        key = f"{self.generation}/{NOTICE}"
+
+        def post(store: Store) -> None:
+            if not store.check([key]):
+                store.set(key, reason)
+
+        self._notices.tell(post)
 
     def _post_failure_of_task(self, error: Exception) -> None:
         """Announce a failed task of PyTorch's DDP. gradwire's reducer, which knows the step, has announced its own."""
@@ -224,7 +236,8 @@ class Connections:
     def end(self) -> None:
         """End the connections: the process group was destroyed, or the interpreter exits."""
         self.failure = DESTROYED
-        self._post(_why_it_ends(self._rank))
+        if not self._notices.is_stuck:
+            self._post(_why_it_ends(self._rank))
         for transport in self._transports.values():
             transport.close()
         for executor in self._executors.values():

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -20,7 +20,7 @@ from gradwire.comm.torch_internals import PrefixStore, Store, device_timeouts, s
 
 DEFAULT_TIMEOUT = timedelta(minutes=2)
 POLL_SECONDS = 0.5  # interval between two calls of the `check` that may end a wait
-ANSWER_SECONDS = 2.0  # how long a rank waits for the answer to a short request
+ANSWER_SECONDS = 5.0  # how long a rank waits for the answer to a short request, also on a busy machine
 WARN_AFTER = timedelta(seconds=20)  # a rank that has waited this long logs which ranks are missing
 MAX_SHOWN = 12  # largest number of differences between ranks that an error lists
 
@@ -91,33 +91,51 @@ class Notices:
     """Short requests to a store that end soon even if rank 0, which hosts it, is out of reach.
 
     A request of PyTorch's store may wait for its answer until TCP gives up, a quarter of an hour. So each is made in a
-    thread. While one has no answer, later ones are not made.
+    thread of its own, one after another.
     """
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._is_asking = threading.Lock()
-        self._is_unanswered = False  # whether the thread of a request was left alone with it
+        self._turn = threading.Lock()
+        self._late: queue.SimpleQueue[Any] | None = None  # gets the answer of the latest request that had none in time
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether a request still has no answer."""
+        late = self._late
+        return late is not None and late.empty()
 
     def ask(self, request: Callable[[Store], T], seconds: float = ANSWER_SECONDS) -> T | None:
-        """The answer; None if the store refuses the request, or has no answer within ``seconds``."""
-        if not self._is_asking.acquire(timeout=0 if self._is_unanswered else ANSWER_SECONDS):
-            return None
+        """The answer; None if the store refuses the request, or has no answer in time, or none to an earlier one."""
+        return None if self.is_stuck else self._wait(self._start(request), seconds)
+
+    def tell(self, request: Callable[[Store], object]) -> None:
+        """Make a request that needs no answer, as soon as the store has answered the earlier ones."""
+        was_stuck = self.is_stuck
+        answers = self._start(request)
+        if not was_stuck:
+            self._wait(answers, ANSWER_SECONDS)
+
+    def _start(self, request: Callable[[Store], T]) -> queue.SimpleQueue[T | None]:
         answers: queue.SimpleQueue[T | None] = queue.SimpleQueue()
 
         def make() -> None:
             answer = None
-            with suppress(RuntimeError):  # rank 0 may have exited
+            with suppress(Exception), self._turn:  # rank 0 may have exited
                 answer = request(self._store)
-            self._is_unanswered = False
-            self._is_asking.release()
             answers.put(answer)
 
-        threading.Thread(target=make, name="gradwire store", daemon=True).start()
+        try:
+            threading.Thread(target=make, name="gradwire store", daemon=True).start()
+        except RuntimeError:  # the interpreter is ending
+            make()
+        return answers
+
+    def _wait(self, answers: queue.SimpleQueue[T | None], seconds: float) -> T | None:
         try:
             return answers.get(timeout=seconds)
         except queue.Empty:
-            self._is_unanswered = True
+            self._late = answers
             return None
 
 

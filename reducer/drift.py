@@ -18,36 +18,37 @@ from gradwire.hooks.hook_state import HookState
 from gradwire.kernels import as_real, is_capturing
 from gradwire.reducer import errors, torch_internals
 
-ELEMENTS_AT_ONCE = 1 << 20  # on a GPU, a checksum takes 16 bytes of temporary memory for each of them
+WORDS_AT_ONCE = 1 << 19  # a checksum takes up to 16 bytes of temporary memory for each of them
 HOOK_STATE = "hook state"
-_ODD = 0x1E3779B97F4A7C15  # so that the two sums of a checksum do not cancel
+_ODD = 0x1E3779B97F4A7C15  # so that the two parts of a checksum do not cancel
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """A checksum over the bits of all elements, NaN included: int64, 0-d. Comparable on one kind of device.
+    """A checksum over the bits of all elements, NaN included: int64, 0-d.
 
-    On a GPU, the sum of x (2 x + 1) over the elements x, as integers modulo 2^64: every change of one element changes
-    it, and opposite changes of two elements do not cancel as in a plain sum. On a CPU, the same sum over words of 8
-    bytes, which reads them as fast as memory, plus the sum of x^2 over the elements in integers of their own size:
-    opposite changes in the upper halves of two equal words cancel in the first sum only.
+    The sum of f(x) + c f(x >> 32) over words x of 8 bytes, as integers modulo 2^64, with f(x) = x (2 x + 1), a
+    permutation of the integers. In a plain sum of the words, one that is larger by one and another that is smaller by
+    one would cancel; without the upper halves, so would some changes of two of these. The order of the words does not
+    matter. The last elements, which do not fill a word, are words of their own.
     """
     elements = as_real(tensor.detach()).reshape(-1)
     elements = elements.view(_INTEGERS[elements.element_size()])
-    if elements.is_cuda:  # has no products of integer vectors
-        total = torch.zeros((), dtype=torch.int64, device=elements.device)
-        for part in elements.split(ELEMENTS_AT_ONCE):
-            x = part.to(torch.int64)
-            total += (2 * x + 1).mul_(x).sum()
-        return total
     per_word = 8 // elements.element_size()
     n_whole = elements.numel() // per_word * per_word
     whole = elements[:n_whole]
-    if whole.storage_offset() % per_word:
-        whole = whole.clone()
-    words, rest = whole.view(torch.int64), elements[n_whole:].to(torch.int64)
-    total = 2 * (torch.dot(words, words) + torch.dot(rest, rest)) + words.sum() + rest.sum()
-    return total + _ODD * torch.dot(elements, elements).to(torch.int64)
+    if whole.stride(0) != 1 or whole.storage_offset() % per_word:
+        whole = whole.clone(memory_format=torch.contiguous_format)
+    total = torch.zeros((), dtype=torch.int64, device=elements.device)
+    for words in (*whole.view(torch.int64).split(WORDS_AT_ONCE), elements[n_whole:].to(torch.int64)):
+        total += _mixed(words) + _ODD * _mixed(words >> 32)
+    return total
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """The sum of x (2 x + 1)."""
+    squares = torch.dot(x, x) if x.device.type == "cpu" else x.square().sum()  # GPUs have no `dot` of integers
+    return 2 * squares + x.sum()
 
 
 class DriftCheck:

@@ -13,6 +13,7 @@ from gradwire.reducer.adapted_ddp import AdaptedDDP
 from gradwire.reducer.drift import checksum
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
 from tests.support.ranks import from_all_ranks, on_ranks
+from tests.support.states import make
 from tests.support.training import build, error_of, message_of, own_batches, train, train_steps, wrapped
 
 
@@ -117,9 +118,12 @@ def test_broadcast_buffer_that_differs_raises():
 @pytest.mark.parametrize("hook", [None, "fp16", "powersgd", "int4", "scaled_fp16", "auto"])
 @on_ranks(2, 3)
 def test_comparing_every_step_changes_no_bits(hook):
-    assert_same_bits(
-        train("gradwire", "conv", hook=hook, steps=8, check_every=1), train("gradwire", "conv", hook=hook, steps=8)
-    )
+    def run(**options):
+        module = build("conv")
+        planned = make("auto", module) if hook == "auto" else hook  # a plan does not depend on times
+        return train("gradwire", module, hook=planned, steps=8, **options)
+
+    assert_same_bits(run(check_every=1), run())
 
 
 @pytest.mark.parametrize(
@@ -253,4 +257,21 @@ def test_checksum_is_independent_of_strides_and_alignment():
         others.append(torch.zeros(4000)[offset : offset + tensor.numel()].view_as(tensor).copy_(tensor))
     assert {int(checksum(each)) for each in (tensor, *others)} == {int(checksum(tensor))}
     assert checksum(torch.empty(0)) == 0
-    assert checksum(tensor) != checksum(tensor.flip(0))
+    for strided in (torch.randn(10)[::2], torch.randn(4)[::4], torch.randn(5, 12)[:, ::2], torch.randn(9, 1)[:, 0]):
+        assert checksum(strided) == checksum(strided.clone(memory_format=torch.contiguous_format))
+
+
+PAIRS = [([1, 1, 1, 1], [1, 2, 1, 0.5]), ([1, 2, 3, 5], [1, -2, 3, -5]), ([7, 2, 7, 2], [7, -2, 7, -2])]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+def test_checksum_sees_opposite_changes_of_two_elements(pair, dtype):
+    first, second = (torch.tensor(values, dtype=dtype) for values in pair)
+    assert checksum(first) != checksum(second)
+    assert checksum(first.repeat(5)) != checksum(second.repeat(5))
+
+
+@on_ranks(2)
+def test_odd_layouts_are_compared():
+    train("gradwire", "odd", steps=3, check_every=1)

@@ -443,11 +443,13 @@ def test_request_without_an_answer_blocks_neither_itself_nor_later_ones():
     assert notices.ask(lambda store: request(store, 0)) == 0
     assert notices.ask(lambda store: request(store, 1), seconds=0.01) is None
     assert notices.ask(lambda store: request(store, 2)) is None
+    notices.tell(lambda store: request(store, 3))
     assert made == [0, 1]
     is_back.set()
-    while notices.ask(lambda store: request(store, 3)) is None:
+    while 3 not in made or notices.is_stuck:
         pass
-    assert made == [0, 1, 3]
+    assert notices.ask(lambda store: request(store, 4)) == 4
+    assert made == [0, 1, 3, 4]
 
 
 def test_request_that_the_store_refuses_has_no_answer():
@@ -456,7 +458,7 @@ def test_request_that_the_store_refuses_has_no_answer():
 
     assert Notices(None).ask(refuse) is None
     notices = Notices(dist.HashStore())
-    notices.ask(lambda store: store.set("key", "text"))
+    notices.tell(lambda store: store.set("key", "text"))
     assert notices.ask(lambda store: store.get("key")) == b"text"
 
 
