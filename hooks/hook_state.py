@@ -393,13 +393,14 @@ class HookState(Checkpointed):
 
         - the norm of the gradient exceeds ``growth`` times its median in the older half of the last 32 checks, or
         - the norm of the error memory exceeds ``ratio`` times that of the gradient, or
-        - the error memory is not finite, or the gradient was not in two checks in a row.
+        - the error memory is not finite, or the gradient was not finite in two checks in a row.
 
         They compress again after ``plain_steps`` steps, once the norm of the gradient is below half of ``growth`` times
         the median. If the guard trips again before as many compressed steps, the next pause is twice as long. Until it
         trips, steps are bitwise the same as without it.
 
-        The guard starts anew after ``resynchronize()``, a load and an assigned step count. It is neither pickled nor
+        The guard starts anew whenever the ranks compare their settings: after ``resynchronize()``, a load, an assigned
+        step count or option, and `observe`. It is neither pickled nor
         saved in checkpoints. It needs the last bucket of a step, and does nothing while a whole step is captured in a
         CUDA graph. With FSDP2, the replicas of each shard decide for themselves.
 

@@ -427,13 +427,18 @@ class HostCopy:
 
 
 def sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The sum of the squares of all elements of tensors on ``device``: 0-d, fp64."""
+    """The sum of the squares of all elements: 0-d, fp64, on ``device``.
+
+    Memory from a checkpoint may still be on another device.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=device)
     present = [tensor for tensor in tensors if tensor.numel() > 0]
-    if not present:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    dtype = torch.float32 if present[0].dtype.itemsize == 2 else None  # squares overflow in fp16
-    norms = torch._foreach_norm(present, 2, dtype)
-    return torch.stack([norm.double() for norm in norms]).square().sum()
+    for place in {tensor.device for tensor in present}:
+        there = [tensor for tensor in present if tensor.device == place]
+        dtype = torch.float32 if there[0].dtype.itemsize == 2 else None  # squares overflow in fp16
+        norms = torch._foreach_norm(there, 2, dtype)
+        total += torch.stack([norm.double() for norm in norms]).square().sum().to(device)
+    return total
 
 
 def _flat(gradients: Gradients, scale: float) -> Tensor:
