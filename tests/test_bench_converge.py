@@ -124,6 +124,7 @@ def test_sent_bytes_include_only_steps_and_both_barriers(world_of_one, monkeypat
     assert (found[Metric.STEPS], found[Metric.SENT]) == ([2, 4], [2040, 4080])
 
 
+@pytest.mark.slow
 def test_command_over_loopback_trains_to_target(tmp_path):
     path = tmp_path / "converge.jsonl"
     hooks = ("none", "powersgd-r4")

@@ -51,6 +51,7 @@ def runs_of(records, metric):
     return [record for record in records if record.metric == metric]
 
 
+@pytest.mark.slow
 def test_demo_sends_half_the_bytes_in_fp16(records, settings):
     none, fp16, _ = runs_of(records, Metric.SENT_PER_STEP)
     assert none.p50 == 4 * settings["parameters"]

@@ -28,6 +28,7 @@ def assert_learns(output):
     assert losses[-1] < 0.5 * losses[0]
 
 
+@pytest.mark.slow
 def test_train_ddp_on_two_ranks_learns_with_fewer_elements_sent():
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     output = output_of(*launcher, str(EXAMPLES / "train_ddp.py"))

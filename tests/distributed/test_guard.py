@@ -70,7 +70,7 @@ def losses_of(hook, steps, wrapper="gradwire", **guard):
     return losses, in_full, ddp.module.layer.weight.detach().clone()
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("wrapper", [pytest.param("pytorch", marks=pytest.mark.slow), "gradwire"])
 @on_ranks(2)
 def test_training_that_diverges_under_sign_but_not_plainly_converges_with_the_guard(wrapper):
     sign = lambda: (QuantizationState(None, "sign"), quantization_hook)  # noqa: E731

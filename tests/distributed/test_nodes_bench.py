@@ -26,6 +26,7 @@ def on_two_nodes():
     return small, environment
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_every_method_is_checked_and_timed_on_every_seam():
     small, environment = on_two_nodes()

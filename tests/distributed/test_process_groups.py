@@ -179,7 +179,7 @@ MOVES = {"fewer": ([[0, 1, 2]], [1, 2]), "more": ([[0, 1], [2]], [0, 1, 2]), "ot
 @pytest.mark.parametrize(
     ("move", "wrapper"),
     [
-        pytest.param(move, wrapper, marks=[pytest.mark.slow] * (wrapper == "pytorch"))
+        pytest.param(move, wrapper, marks=[pytest.mark.slow] * (wrapper == "pytorch" or move == "fewer"))
         for move in MOVES
         for wrapper in WRAPPERS
     ],

@@ -47,6 +47,7 @@ def printed_code(measured, advice, hook):
     return console.file.getvalue().partition(f"\nUse {hook}: ")[2].partition("\n")[2]
 
 
+@pytest.mark.slow
 @on_ranks(3)
 def test_printed_code_sends_the_predicted_bytes_and_all_counts_agree():
     task = tasks.Digits()
