@@ -160,7 +160,7 @@ class Connections:
     def announced(self, place: str) -> str | None:
         """The text that a rank has announced; None if none has."""
         key = f"{self.generation}/{place}"
-        return self._notices.ask(lambda store: store.get(key).decode() if store.check([key]) else None)
+        return self._notices.ask(lambda store: _text_at(store, key))
 
     def finish(self) -> None:
         """Enqueue the rest of all tasks; see `Executor.finish`."""
@@ -195,7 +195,7 @@ class Connections:
             if wait:
                 with suppress(RuntimeError):
                     store.wait([key], timedelta(seconds=2 * POLL_SECONDS))
-            return store.get(key).decode() if store.check([key]) else None
+            return _text_at(store, key)
 
         return self._notices.ask(look)
 
@@ -255,6 +255,11 @@ class Connections:
             executor.abandon()
         for transport in transports.values():
             transport.close()
+
+
+def _text_at(store: Store, key: str) -> str | None:
+    """The text under a key; None if there is none yet."""
+    return store.get(key).decode() if store.check([key]) else None
 
 
 def _why_it_ends(rank: int) -> str:
