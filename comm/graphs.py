@@ -37,11 +37,13 @@ class PiecewiseGraphs:
     def __init__(self) -> None:
         # By owner and variant.
         self._recordings: WeakKeyDictionary[object, dict[Hashable, _Recording]] = WeakKeyDictionary()
-        self._pool: Any = None
 
     def __len__(self) -> int:
         """Number of captured graphs."""
-        return sum(len(each.parts) for variants in self._recordings.values() for each in variants.values())
+        return len(self._parts())
+
+    def _parts(self) -> list[Part]:
+        return [part for variants in self._recordings.values() for each in variants.values() for part in each.parts]
 
     async def run(
         self, owner: object, variant: Hashable, start: Callable[[], Algorithm[None]], refresh: Callable[[], None]
@@ -76,11 +78,13 @@ class PiecewiseGraphs:
 
     async def _record(self, algorithm: Algorithm[None]) -> list[Part]:
         """Capture every part of a step and run it."""
-        parts: list[Part] = []
+        alive, parts = self._parts(), list[Part]()
+        # PyTorch refuses captures into a pool whose graphs are all gone.
+        pool = alive[0][0].pool() if alive else torch.cuda.graph_pool_handle()
         try:
             driver = Driver(algorithm)
             while True:
-                graph, collective = self._capture(driver)
+                graph, collective = self._capture(driver, pool)
                 graph.replay()
                 parts.append((graph, collective))
                 if collective is None:
@@ -89,16 +93,14 @@ class PiecewiseGraphs:
         finally:
             algorithm.close()
 
-    def _capture(self, driver: Driver[None]) -> Part:
+    def _capture(self, driver: Driver[None], pool: Any) -> Part:
         """Capture the kernels up to the next collective, or to the end.
 
         ``torch.cuda.graph`` would synchronize with the device and free cached memory in the middle of a backward.
         """
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         # During the capture, other threads may allocate memory, and NCCL's watchdog may query events.
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             collective = driver.advance()
             graph.capture_end()

@@ -124,8 +124,13 @@ class DistributedDataParallel(AdaptedDDP):
                 f"{', '.join(unknown)}: PyTorch {torch.__version__} has no such argument; leave it out, or install a "
                 "later version."
             )
-        # Arguments left at their default are not passed on: older versions of PyTorch do not know all of them.
-        arguments = {name: value for name, value in given.items() if value is not _DEFAULTS.get(name, value)}
+        # Arguments left at their default are not passed on: older versions of PyTorch do not know all of them, and have
+        # other defaults where these are None.
+        arguments = {
+            name: value
+            for name, value in given.items()
+            if value is not None and value is not _DEFAULTS.get(name, value)
+        }
         check_no_wrapper_inside(module)
         if mixed_precision is not None:
             check_config(mixed_precision)

@@ -272,6 +272,22 @@ def test_graphs_do_not_outlive_their_owner(graphs):
     assert all(graph() is None for graph in alive)
 
 
+def test_graphs_of_a_new_owner_are_captured_after_all_others_are_gone(graphs):
+    workspace = new_workspace()
+    for _ in range(2):
+        take_steps(Owner(), workspace, WARM_UP_STEPS + 2)
+        gc.collect()
+    assert graphs.captures == 4
+
+
+def test_graphs_of_a_workspace_share_a_memory_pool(graphs):
+    owners, workspace, made = [Owner(), Owner()], new_workspace(), []
+    with mock.patch.object(torch.cuda, "CUDAGraph", lambda: made.append(GraphOnCpu()) or made[-1]):
+        for owner in owners:
+            take_steps(owner, workspace, WARM_UP_STEPS + 2)
+    assert len({graph.pool() for graph in made}) == 1
+
+
 def test_reset_drops_graphs_and_begins_a_new_warm_up(graphs):
     owner, workspace = Owner(), new_workspace()
     take_steps(owner, workspace, WARM_UP_STEPS + 2)

@@ -18,6 +18,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 from unittest import mock
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -34,6 +35,20 @@ Kernel = Callable[..., None]
 _ALLOCATIONS = ("aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided")
 
 
+class Pool:
+    """Stands in for a memory pool of graphs, which is of no use once all of its graphs are gone."""
+
+    def __init__(self) -> None:
+        self.graphs: WeakSet[GraphOnCpu] = WeakSet()
+        self.was_used = False
+
+    def enter(self, graph: GraphOnCpu) -> None:
+        if self.was_used and not self.graphs:
+            raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED")
+        self.was_used = True
+        self.graphs.add(graph)
+
+
 class GraphOnCpu:
     """Stands in for ``torch.cuda.CUDAGraph``."""
 
@@ -43,9 +58,12 @@ class GraphOnCpu:
     def __init__(self) -> None:
         self.kernels: list[Callable[[], object]] = []
         self._recorder = _Recorder(self)
+        self._pool: Pool | None = None
 
-    def capture_begin(self, pool: object = None, capture_error_mode: str = "global") -> None:
+    def capture_begin(self, pool: Pool, capture_error_mode: str = "global") -> None:
         assert GraphOnCpu.under_way is None, "two captures at once"
+        pool.enter(self)
+        self._pool = pool
         GraphOnCpu.under_way = self
         self._recorder.__enter__()  # type: ignore[no-untyped-call]
 
@@ -63,8 +81,14 @@ class GraphOnCpu:
             for kernel in self.kernels:
                 kernel()
 
+    def pool(self) -> Pool:
+        assert self._pool is not None, "nothing was captured"
+        return self._pool
+
     def reset(self) -> None:
         self.kernels = []
+        if self._pool is not None:
+            self._pool.graphs.discard(self)
 
 
 class _Recorder(TorchDispatchMode):
@@ -250,7 +274,7 @@ def graphs_on_cpu() -> Iterator[type[GraphOnCpu]]:
             patches.enter_context(mock.patch.object(owner, name, wrap(getattr(owner, name))))
         for owner, name, stand_in in (
             (torch.cuda, "CUDAGraph", GraphOnCpu),
-            (torch.cuda, "graph_pool_handle", object),
+            (torch.cuda, "graph_pool_handle", Pool),
             (torch.cuda, "is_current_stream_capturing", is_capturing),
             (program_table, "is_capturing", is_capturing),
             (powersgd, "is_capturing", is_capturing),
