@@ -241,7 +241,10 @@ def encode_blocks(
                 if STOCHASTIC:
                     code = _round((scaled + limit) * 0.5, random, True)
                 else:
-                    code = tl.floor(scaled * 0.5) + FORMAT.offset * 1.0
+                    half = scaled * 0.5
+                    # Not `tl.floor`, which on NVIDIA takes a negative subnormal number for 0.
+                    truncated = half.to(tl.int32).to(tl.float32)
+                    code = truncated - tl.where(truncated > half, 1.0, 0.0) + FORMAT.offset * 1.0
                 codes = code.to(tl.int32)
                 q = 2.0 * code - limit
             elif FORMAT.is_integer:

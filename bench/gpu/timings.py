@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from statistics import mean
 from typing import Any
 
@@ -128,9 +129,9 @@ class HookStep:
         self.gradients: dict[str, Tensor] = {}  # by parameter name; every step replaces their values
         self._buckets: list[DenseBucket] = []
         generator = torch.Generator(device).manual_seed(0)
-        for index, bucket_shapes in enumerate(shapes):
-            parameters = [torch.empty(shape, device=device) for shape in bucket_shapes]
-            gradients = [torch.randn(shape, device=device, generator=generator) for shape in bucket_shapes]
+        parameters_of = [[torch.empty(shape, device=device) for shape in bucket_shapes] for bucket_shapes in shapes]
+        for index, parameters in enumerate(parameters_of):
+            gradients = [torch.randn(p.shape, device=device, generator=generator) for p in parameters]
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
             names = [f"{index}.{i}" for i in range(len(parameters))]
@@ -140,6 +141,7 @@ class HookStep:
                 members=list(range(len(parameters))),
                 parameters=parameters,
                 names=names,
+                model_parameters=list(chain.from_iterable(parameters_of)),  # which the hook's handshake is for
             )
             bucket = DenseBucket(spec, as_view=is_flat)
             bucket.collect(zero_copy=not is_flat)

@@ -62,9 +62,9 @@ class HalfNet(nn.Module):
 
 
 def wrap(wrapper: type[TorchDDP], module: nn.Module, device: torch.device, **options: Any) -> TorchDDP:
-    """A module in a DDP, on the device, with small buckets."""
+    """A module in a DDP, on the device, by default with small buckets."""
     devices = [device.index] if device.type == "cuda" else None
-    return wrapper(module.to(device), device_ids=devices, bucket_cap_mb=0.1, **options)
+    return wrapper(module.to(device), device_ids=devices, **{"bucket_cap_mb": 0.1, **options})
 
 
 def register(model: TorchDDP, state: object, hook: Callable[..., Any]) -> None:

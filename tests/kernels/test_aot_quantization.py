@@ -28,7 +28,7 @@ from tests.kernels.ahead_of_time import (
     recorded,
 )
 from tests.kernels.cases import name
-from tools.ahead_of_time import TARGETS, recorded_launches, variant
+from tools.ahead_of_time import TARGETS, compile_launch, recorded_launches, variant
 
 # The largest number of registers that a thread may take (on gfx942: of vector registers): 64 lets four programs of 8
 # warps share a multiprocessor, 80 three, 128 two. Stochastic fp8 takes the most. The comments are the largest numbers
@@ -94,6 +94,10 @@ def launched(launch):
 def check(launch, target):
     for kernel, found in launched(launch).items():
         arguments, binary = found.arguments, compiled(found, target, LIMITS[kernel][target])
+        assert ".ftz" not in compile_launch(found, target).ptx, (
+            kernel,
+            "takes subnormal numbers for zero, which CPUs do not",
+        )
         numel = arguments.get("TILE", arguments["CHUNK"])
         threads = arguments["num_warps"] * TARGETS[target].warp_size
 
@@ -121,6 +125,7 @@ def check(launch, target):
 USUAL = [
     Launch("int4"),
     Launch("int8", BF16, BF16, stochastic=True),
+    Launch("int2", errors=None),
     Launch("sign", BF16, None),
     Launch("fp8_e4m3"),
     Launch("bf16", BF16, BF16),
