@@ -17,7 +17,7 @@ from gradwire.bench.plots import DRAWINGS
 from gradwire.bench.record import Record, RecordError, load, replacing, unique
 from gradwire.bench.tables import Table, machine_line
 from gradwire.cli.bench import TABLES as BENCH_TABLES
-from tools import advice_error, auto_choice, compiled, page_tables, rounding, soak
+from tools import advice_error, auto_choice, compiled, gpu, page_tables, rounding, soak
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -51,6 +51,7 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[..., list[Table]]]] = {
     "wires": (("converge_text", "rounding"), page_tables.wire_formats),
     "compiled": (("compiled",), compiled.tables),
     "soak": (("soak",), soak.tables),
+    "gpu": (("gpu",), gpu.tables),
 }
 
 

@@ -35,4 +35,4 @@ def device(request):
             pytest.skip("gpu: the interpreter reads host memory; run without TRITON_INTERPRET")
         if not torch.cuda.is_available():
             pytest.skip("gpu: needs a CUDA device")
-    return torch.device(request.param)
+    return torch.device(request.param, 0) if request.param == "cuda" else torch.device("cpu")

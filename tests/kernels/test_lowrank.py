@@ -330,6 +330,8 @@ def test_values_of_neighbors_do_not_change_bits(dtype, neighbors, device):
 @pytest.mark.parametrize("kind", [pytest.param("normal", marks=on_the_cpu_path), "integers"])
 @pytest.mark.parametrize("dtype", GRADIENTS, ids=name)
 def test_sizes_of_neighbors_do_not_change_bits(dtype, kind, device):
+    if kind == "normal" and device.type == "cuda":
+        pytest.skip("the largest rank of a launch decides how its products are formed")
     alone, *among = (results_among(around, kind, dtype, device, 1) for around in AROUND.values())
     for results in among:
         for part, expected in alone.items():

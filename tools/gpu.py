@@ -1,0 +1,128 @@
+"""``python -m tools.gpu LANE --output FILE``: the times that `make gpu` has measured, as records of a bench.
+
+LANE is the file of JSON lines that the GPU lane writes, build/gpu_lane.jsonl; the cases of its stage *bench* are kept.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from gradwire.bench.implementations import GRADWIRE
+from gradwire.bench.record import Measured, Metric, Record, records_of, save
+from gradwire.bench.tables import Table, groups_of, median_of
+
+COMMAND = "python -m tools.gpu build/gpu_lane.jsonl --output bench/results/gpu.jsonl"
+COPY = "copy_"
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+IN_GRAPH, NBYTES, INCLUDES_HOST = "time in a CUDA graph (ms)", "read and written (B)", "includes host time"
+# Metrics of a row of the lane, with the names of their keys.
+METRICS = {
+    Metric.TIME_MS: "device_ms",
+    IN_GRAPH: "graph_ms",
+    Metric.HOST_MS: "host_ms",
+    NBYTES: "nbytes",
+    INCLUDES_HOST: "includes_host",
+    Metric.LAUNCHES: "launches",
+    Metric.SYNCHRONIZATIONS: "host_waits",
+    "bandwidth (GB/s)": "gb_per_s",
+}
+# Facts of a case that are the same for all.
+FACTS = (
+    *("gradwire", "commit", "torch", "triton", "cuda", "nccl", "python", "system"),
+    *("cpu", "cpu_count", "gpu", "backend"),
+)
+HOOK, GRAPH = "hook ", "graph of hook "  # how the names of these cases begin
+
+
+def measured(lines: Sequence[dict[str, Any]]) -> list[Record]:
+    """The records of the cases of stage *bench* that have passed."""
+    cases = [line for line in lines if line["stage"] == "bench" and line["status"] == "passed"]
+    records = [
+        record
+        for line in cases
+        for row in line["measured"]
+        for record in records_of(
+            "gpu",
+            {"name": line["case"]},
+            row["implementation"],
+            line["ranks"],
+            {metric: row[key] for metric, key in METRICS.items() if row.get(key) not in (None, False)},
+        )
+    ]
+    facts = {name: cases[0].get(name) for name in FACTS}
+    return Measured({}, records).with_provenance({"date": cases[-1]["date"], **facts, "command": COMMAND})
+
+
+def tables(records: Sequence[Record]) -> list[Table]:
+    """Kernels on a bucket, and hooks on a model: gradwire's time, its floor, and the best other time."""
+    groups = {name: group for (name,), group in groups_of(records, "name")}
+    rate = next(record.p50 for record in records if record.implementation == COPY) or 1.0
+    kernels = [_row(name, group, rate) for name, group in groups.items() if HOOK not in name and name != "copy"]
+    hooks = dict.fromkeys(name.removeprefix(GRAPH).removeprefix(HOOK) for name in groups if HOOK in name)
+    notes = [
+        "time: median, between two events on the device, with the host ahead; * the call waits for the device or fills "
+        "its queue, so that host time is included",
+        f"of floor: time divided by that of the bytes that gradwire's kernels read and write, at the {rate:,.0f} GB/s "
+        "of copy_ in the same run",
+        "in a graph: in a CUDA graph",
+        "launches: gradwire's, and those of the other implementation",
+    ]
+    columns = ["gradwire (us)", "in a graph (us)", "of floor", "fastest other (us)", "which is", "ratio", "launches"]
+    gpu = records[0].provenance["gpu"]
+    return [
+        Table(title=f"{title}, {gpu}", headers=[title.split()[0][:-1].lower(), *columns], rows=rows, notes=notes)
+        for title, rows in (
+            ("Kernels on a bucket", kernels),
+            (
+                "Hooks on all buckets of a model, one rank",
+                [_row(name, [*groups.get(HOOK + name, ()), *groups.get(GRAPH + name, ())], rate) for name in hooks],
+            ),
+        )
+        if rows
+    ]
+
+
+def _row(name: str, group: Sequence[Record], rate: float) -> list[str]:
+    times = {record.implementation: record.p50 or 0.0 for record in group if record.metric == Metric.TIME_MS}
+    in_graph = times.pop("captured", None) or median_of(group, IN_GRAPH, GRADWIRE)
+    eager = times.pop("eager", None)
+    ours = GRADWIRE if GRADWIRE in times else "eager"
+    own = times.get(GRADWIRE, eager) or 0.0
+    others = {name: time for name, time in times.items() if not name.startswith(GRADWIRE)}
+    best = min(others, key=others.__getitem__) if others else ""
+    floor_ms = 1e-6 * (median_of(group, NBYTES, ours) or 0.0) / rate
+    launches = [median_of(group, Metric.LAUNCHES, each) for each in (ours, best)]
+    return [
+        name,
+        _us(own),
+        "" if in_graph is None else _us(in_graph),
+        f"{own / floor_ms:.2f}x" if floor_ms > 1e-3 else "",  # 1 us is the time of a launch
+        (_us(others[best]) + "*" * bool(median_of(group, INCLUDES_HOST, best))) if best else "",
+        best,
+        f"{others[best] / own:.1f}x" if best else "",
+        ", ".join(f"{number:.0f}" for number in launches if number is not None),
+    ]
+
+
+def _us(ms: float) -> str:
+    return f"{1e3 * ms:,.0f}"
+
+
+@app.command()
+def main(
+    lane: Annotated[Path, typer.Argument(help="File of JSON lines that `make gpu` has written.")],
+    output: Annotated[Path, typer.Option(help="File for the records.")],
+) -> None:
+    """Keep the times that `make gpu` has measured."""
+    save(measured([json.loads(line) for line in lane.read_text().splitlines()]), output)
+
+
+if __name__ == "__main__":
+    app()
