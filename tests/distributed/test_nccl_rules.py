@@ -64,8 +64,16 @@ def model_of(name):
     return HalfAndBias() if name == "half and bias" else zoo.MODELS[name]()
 
 
-@pytest.mark.parametrize("wrapper", ["gradwire", "pytorch"])
-@pytest.mark.parametrize("hook", [None, *HOOKS, *MORE_HOOKS])
+ALL = (None, *HOOKS, *MORE_HOOKS)
+
+
+@pytest.mark.parametrize(
+    ("hook", "wrapper"),
+    [
+        *((hook, "gradwire") for hook in ALL),
+        *(pytest.param(hook, "pytorch", marks=[pytest.mark.slow] * (i % 3 > 0)) for i, hook in enumerate(ALL)),
+    ],
+)
 @on_ranks(2)
 def test_every_collective_of_a_hook_obeys_nccl_rules(hook, wrapper):
     calls = []

@@ -184,7 +184,14 @@ MOVES = {"fewer": ([[0, 1, 2]], [1, 2]), "more": ([[0, 1], [2]], [0, 1, 2]), "ot
         for wrapper in WRAPPERS
     ],
 )
-@pytest.mark.parametrize("kind", [kind for kind in STATES if kind != "int4_on_nodes"])  # of a fixed size
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind if kind in ("int4", "powersgd", "auto", "scaled_fp16") else pytest.param(kind, marks=pytest.mark.slow)
+        for kind in STATES
+        if kind != "int4_on_nodes"  # of a fixed size
+    ],
+)
 def test_state_follows_its_process_group_to_other_ranks(worlds, kind, move, wrapper):
     first, then = MOVES[move]
     results = worlds(3).run(train_in_another_group, kind=kind, wrapper=wrapper, first=first, then=then)

@@ -260,13 +260,13 @@ def assert_parity(world, plan):
     assert world.run(difference_of_wrappers, plan=plan) == [[]] * world.size
 
 
-@settings(PROPERTY, max_examples=50)
+@settings(PROPERTY, max_examples=25)
 @given(plan=PLANS)
 def test_law4_random_graph_matches_pytorch(worlds, plan):
     assert_parity(worlds(2), plan)
 
 
-@settings(PROPERTY, max_examples=25)
+@settings(PROPERTY, max_examples=12)
 @given(plan=PLANS)
 def test_law4_random_graph_matches_pytorch_on_three_ranks(worlds, plan):
     assert_parity(worlds(3), plan)

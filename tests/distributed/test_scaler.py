@@ -50,7 +50,7 @@ def unscaled_gradients(hook, scales, *, wrapper="gradwire", follows=True, resume
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("hook", WITH_ERRORS)
-@on_ranks(2, 3)
+@on_ranks(2)
 def test_changes_of_the_scale_change_no_bits_of_the_unscaled_gradients(hook, wrapper):
     expected = unscaled_gradients(hook, CONSTANT, wrapper=wrapper)
     seen = unscaled_gradients(hook, CHANGING, wrapper=wrapper)

@@ -191,7 +191,7 @@ def train_late_parts(wrapper, kind, feature):
     return seen, ledger.close(training.state), sorted(errors_of(training.state.state_dict()))
 
 
-@pytest.mark.parametrize("feature", ["find-unused", "skip-unused"])
+@pytest.mark.parametrize("feature", ["find-unused", pytest.param("skip-unused", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", STATES)
 @on_ranks(3)
 def test_parameter_first_used_in_a_later_step_is_reduced_like_others(kind, feature):

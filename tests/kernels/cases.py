@@ -19,7 +19,7 @@ INTEGERS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float
 
 # Derandomized: a failure in one run is a failure in every run. The interpreter takes milliseconds per program.
 PROPERTY = settings(
-    max_examples=15 if INTERPRETED else 40,
+    max_examples=10 if INTERPRETED else 40,
     deadline=None,
     derandomize=True,
     database=None,
