@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 import gradwire
 from gradwire.comm.connections import executor_for
 from gradwire.reducer import distributed
+from gradwire.reducer.adapted_ddp import AdaptedDDP
 from gradwire.reducer.ddp_interface import Logger
 from gradwire.reducer.reducer import Reducer
 from tests.support.bits import assert_same_bits
@@ -46,6 +47,14 @@ def test_argument_missing_in_this_pytorch_raises_unless_left_out():
         assert error_of(gradwire.DistributedDataParallel, build("mlp")) is None
         kind, text = error_of(gradwire.DistributedDataParallel, build("mlp"), skip_all_reduce_unused_params=True)
     assert kind == "TypeError" and text.startswith("skip_all_reduce_unused_params: PyTorch ")
+
+
+@on_ranks(1)
+def test_arguments_left_out_are_left_to_pytorch():
+    other = distributed._DEFAULTS | {"broadcast_buffers": True}  # as in PyTorch 2.11
+    with mock.patch.object(distributed, "_DEFAULTS", other), mock.patch.object(AdaptedDDP, "__init__") as init:
+        gradwire.DistributedDataParallel(build("mlp"))
+    assert init.call_args.kwargs == {"init_sync": False}
 
 
 def arguments(ddp):
