@@ -374,6 +374,10 @@ class Checkpointed(DeclaredMemory):
     def _merged(self, entry: str) -> dict[str, Tensor]:
         """The tensors of all ranks, merged as declared, on the CPU. A collective call."""
         own = self.tensors(entry)
+        if self.keeps(entry):  # after a failed step, a parameter may have memory on some ranks only
+            for parameter, name in self._names.compressible().items():
+                if name not in own:
+                    own[name] = self.memory[entry].zeros(as_real(parameter), torch.device("cpu"))
         merged: dict[str, Tensor] = {}
         if self.memory[entry].merge == "same":
             merged = {name: tensor.to("cpu", copy=True) for name, tensor in own.items()}
@@ -384,15 +388,11 @@ class Checkpointed(DeclaredMemory):
 
             async def add_up() -> None:
                 for name in sorted(own):  # in the same order on all ranks
-                    total = own[name].to(device) / divisor
+                    total = (own[name].to(device) / divisor).contiguous()  # strides may differ between ranks
                     await executor.transport.all_reduce(memory_order(total))
-                    merged[name] = total.contiguous().cpu()
+                    merged[name] = total.cpu()
 
             executor.submit(lambda _: add_up()).wait()
-        if self.keeps(entry):
-            for parameter, name in self._names.compressible().items():
-                if name not in merged:
-                    merged[name] = self.memory[entry].zeros(as_real(parameter), torch.device("cpu"))
         return merged
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -355,17 +355,18 @@ class PowerSGDState(HookState):
     def initialize(self, parameters: Mapping[Tensor, str]) -> None:
         """Allocate the memory of every compressed parameter that no compressed step has had yet, as that step would.
 
+        After a failed step, a parameter may have errors but no factors, because those of another rank replaced them.
+
         Without factors for `batched_powerSGD_hook`, whose factors belong to buckets that are not known yet.
         """
-        kept = self._tensors[ERRORS if self.options.use_error_feedback else "q"]
+        q, kept = self._tensors["q"], self._tensors[ERRORS if self.options.use_error_feedback else "q"]
         for parameter, name in parameters.items():
             layout = gradient_layout(parameter)
-            if name in kept:
-                continue
             if not self._is_batched:
-                made = self.make_bucket([layout], layout.dtype.to_real(), [name], None)
-                self._keep(made.memory if made is not None else {})
-            elif self.options.use_error_feedback:
+                if name not in kept or name not in q:
+                    made = self.make_bucket([layout], layout.dtype.to_real(), [name], None)
+                    self._keep(made.memory if made is not None else {})
+            elif self.options.use_error_feedback and name not in kept:
                 dtype = compute_dtype(layout.dtype.to_real())
                 kept[name] = error_like(None, as_real(layout), dtype, name)
 

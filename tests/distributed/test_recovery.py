@@ -19,6 +19,7 @@ from gradwire.comm import connections_of, executor, groups, store_collectives, t
 from gradwire.comm.connections import Connections
 from gradwire.comm.store_collectives import POLL_SECONDS, Notices, RanksMissing, gradwire_store, store_all_gather
 from gradwire.hooks._bucket import reduce_bucket
+from gradwire.hooks.hook_state import HookState
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks, differences
 from tests.support.ranks import from_all_ranks, on_ranks
 from tests.support.states import FEEDBACK, START, STATES, Ledger, Training, errors_of
@@ -534,3 +535,52 @@ def test_failed_first_compressed_step_leaves_states_that_agree(hook):
     training.ddp.resynchronize()
     training.run(2)
     assert_same_on_all_ranks(from_all_ranks(gradients(training.ddp)))
+
+
+def fail_once_a_peer_has_a_bucket(training, store):
+    """A step in which rank 1 makes a bucket of a state, and rank 0 fails before it makes one."""
+    make = HookState.new_bucket
+
+    def new_bucket(state, *arguments):
+        if dist.get_rank() == 0:
+            store.wait(["made"], LIMIT)
+            raise Fault
+        made = make(state, *arguments)
+        store.set("made", "")
+        return made
+
+    with mock.patch.object(HookState, "new_bucket", new_bucket):
+        assert error_of(training.run, 1) is not None
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("hook", FEEDBACK)
+@on_ranks(2, limit=30)
+def test_checkpoint_after_failed_first_compressed_step_is_equal_on_all_ranks(hook, wrapper):
+    group = dist.new_group()
+    training = Training(hook, wrapper, group=group)
+    training.run(START)
+    fail_once_a_peer_has_a_bucket(training, signals(f"first compressed step, {hook}, {wrapper}"))
+    if wrapper == "pytorch":
+        connections_of(group).fail("expected")  # ends the peer's wait in C++
+        training.state.process_group = dist.new_group()
+        # Without `resynchronize`, numbers of steps and factors may differ.
+        assert_same_on_all_ranks(from_all_ranks(errors_of(training.state.state_dict())))
+        return
+    training.ddp.resynchronize()
+    assert_same_on_all_ranks(from_all_ranks(training.state.state_dict()))
+    training.run(2)
+    assert_same_on_all_ranks(from_all_ranks(gradients(training.ddp)))
+
+
+@pytest.mark.parametrize("hook", FEEDBACK)
+@on_ranks(2, limit=30)
+def test_loaded_errors_are_saved_unchanged_after_a_failed_step(hook):
+    # One rank has them in the strides of the gradients, the other as they were loaded.
+    training = Training(hook, model="odd", group=dist.new_group())
+    training.run(START + 2)
+    saved = training.state.state_dict()
+    training.state.load_state_dict(saved)
+    fail_once_a_peer_has_a_bucket(training, signals(f"loaded errors, {hook}"))
+    training.ddp.resynchronize()
+    assert_same_bits(errors_of(training.state.state_dict()), errors_of(saved))
