@@ -195,11 +195,15 @@ class Run:
         with failing_hook(self.ddp, last.index() if self.rank == self.size - 1 else -1):
             if error_of(lambda: (self.ddp(*batch) * self.scaler.scale).backward()) is None:
                 self.problems.append(f"step {self.number}: no error on rank {self.rank}")
+        # What was exchanged is kept where there is error memory: not in plain steps, nor for vectors with PowerSGD.
+        self.is_counted -= {*names, *(name for name in own if not self.takes_back(name))}
         self.ddp.resynchronize()
-        self.is_counted -= set(names)
-        if self.state is None or self.state.iter <= 2:  # plain so far: what was exchanged is lost, too
-            self.is_counted = set()
         self.ledger.add(own, dict.fromkeys(own))
+
+    def takes_back(self, name):
+        """Whether the state keeps a gradient of the parameter that was not applied."""
+        zeros = torch.zeros_like(self.ddp.module.get_parameter(name))
+        return self.state is not None and self.state.take_back(name, zeros)
 
     def observe(self):
         if self.state is not None:
