@@ -176,6 +176,11 @@ class AutoState(HookState):
             if isinstance(method.state, HookState):
                 method.state.follow_scaler(scaler)
 
+    def match_scale(self) -> None:
+        """Rescale the error memory of every method, also of one that no bucket of this step uses."""
+        for _, state in self._with_memory():
+            state.match_scale()
+
     def forget_errors(self) -> None:
         """Set the error memory of every method to zero."""
         for _, state in self._with_memory():

@@ -29,19 +29,21 @@ class Scaler:
 def unscaled_gradients(hook, scales, *, wrapper="gradwire", follows=True, resumes_at=None):
     """The gradients divided by the scale, of a step at each of these scales, which change between two steps.
 
-    Before step ``resumes_at``, once its scale is set, a new state loads the checkpoint of the old one.
+    Before step ``resumes_at``, once its scale is set, a new state loads the checkpoint of the old one. ``hook`` is a
+    name, or a function that makes a pair of state and hook.
     """
     ddp, scaler, generator, seen = wrapped(wrapper), Scaler(), own_batches(), []
-    state = register(ddp, hook)
+    state = register(ddp, hook() if callable(hook) else hook)
     for step, scale in enumerate(scales):
         scaler.scale = scale
         if step == resumes_at:
             saved = state.state_dict()
             ddp = wrapped(wrapper)
-            state = register(ddp, hook)
-            state.load_state_dict(saved)
+            state = register(ddp, hook() if callable(hook) else hook)
         if follows and step in (0, resumes_at):
             state.follow_scaler(scaler)
+        if step == resumes_at:
+            state.load_state_dict(saved)
         ddp.zero_grad()
         (ddp(*ddp.module.batch(generator)) * scale).backward()
         seen.append({name: gradient / scale for name, gradient in gradients(ddp).items()})
@@ -107,14 +109,20 @@ def test_errors_keep_their_scale_when_another_scaler_is_followed():
         assert_same_bits(state.residuals(), before)
 
 
+@pytest.mark.parametrize("resumes_at", [None, 5])
 @on_ranks(2)
-def test_auto_hook_rescales_the_errors_of_its_methods():
-    plan = {"layers.0.weight": "int4", "layers.2.weight": "powersgd-r1"}
+def test_auto_hook_rescales_the_errors_of_its_methods(resumes_at):
+    # A new wrapper begins with one bucket, of int4: PowerSGD is not used until the step after, at another scale.
+    plan = {
+        f"layers.{i}.{name}": "powersgd-r1" if i == 2 else "int4" for i in (0, 2, 4, 6) for name in ("weight", "bias")
+    }
 
-    def new(group):
-        return AutoState(group, candidates=("plain", "int4", "powersgd-r1"), plan=plan), auto_hook
+    def new():
+        return AutoState(candidates=("plain", "int4", "powersgd-r1"), plan=plan), auto_hook
 
-    assert_same_bits(unscaled_gradients(new(None), CHANGING), unscaled_gradients(new(None), CONSTANT))
+    expected = unscaled_gradients(new, CONSTANT, resumes_at=resumes_at)
+    assert_same_bits(unscaled_gradients(new, CHANGING, resumes_at=resumes_at), expected)
+    assert differences(unscaled_gradients(new, CHANGING, resumes_at=resumes_at, follows=False), expected)
 
 
 @on_ranks(2, 3)
