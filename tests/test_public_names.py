@@ -77,3 +77,10 @@ def test_hooks_list_the_public_modules():
     assert all(inspect.ismodule(getattr(gradwire.hooks, name)) for name in gradwire.hooks.__all__)
     assert gradwire.__all__ == ["DistributedDataParallel", "__version__", "attach", "hooks"]
     assert gradwire.testing.__all__ == ["LAWS", "LawViolation", "check_laws"]
+
+
+def test_import_leaves_out_what_only_sharded_training_needs():
+    code = "import sys, gradwire as g; print('torch.distributed.tensor' in sys.modules, callable(g.attach), *dir(g))"
+    printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    assert printed[:2] == ["False", "True"]
+    assert "attach" in printed[2:]
