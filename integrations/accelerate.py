@@ -53,9 +53,14 @@ def attach(
         RuntimeError: a hook is already registered on the DistributedDataParallel.
     """
     attachment = _attach.attach(model, state, hook, within=within)
+    if attachment is not None and has_memory(state, within):
+        _save_with(accelerator, attachment, model, state)
     _attach.follow_scaler(state, accelerator.scaler)
-    if attachment is None or not has_memory(state, within):
-        return attachment
+    return attachment
+
+
+def _save_with(accelerator: Accelerator, attachment: Attachment, model: nn.Module, state: object) -> None:
+    """Save and load the hook's state, and the errors of ``within``, with the accelerator's ``save_state``."""
     if _attach.find_ddp(model) is None:
         check_shards(attachment)
         accelerator.register_save_state_pre_hook(lambda models, weights, folder: save_shards(attachment, folder))
@@ -66,7 +71,6 @@ def attach(
         if (prepare := getattr(state, "prepare_checkpoint", None)) is not None:
             # Before the main process writes the model: writing may take longer than the timeout of `state_dict`.
             accelerator.register_save_state_pre_hook(lambda *_: prepare())
-    return attachment
 
 
 def prepare_model(accelerator: Accelerator, model: nn.Module, **options: Any) -> nn.Module:
