@@ -1,5 +1,6 @@
 """gradwire: gradient compression for PyTorch data-parallel training."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from gradwire import hooks
@@ -7,18 +8,19 @@ from gradwire._version import __version__
 from gradwire.reducer import DistributedDataParallel
 
 if TYPE_CHECKING:
+    from gradwire import sharded as sharded
     from gradwire.sharded import attach
+else:
+
+    def __getattr__(name: str) -> Any:
+        """Import `attach` and `sharded` at their first use: FSDP2 and DTensor take longer than everything else."""
+        if name not in ("attach", "sharded"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        sharded = importlib.import_module("gradwire.sharded")
+        return sharded if name == "sharded" else sharded.attach
+
 
 __all__ = ["DistributedDataParallel", "__version__", "attach", "hooks"]
-
-
-def __getattr__(name: str) -> Any:
-    """Import `attach` when it is first used: with FSDP2 and DTensor, it takes longer than all the rest."""
-    if name != "attach":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from gradwire.sharded import attach
-
-    return attach
 
 
 def __dir__() -> list[str]:

@@ -374,6 +374,7 @@ class Checkpointed(DeclaredMemory):
     def _merged(self, entry: str) -> dict[str, Tensor]:
         """The tensors of all ranks, merged as declared, on the CPU. A collective call."""
         own = self.tensors(entry)
+        kept = set(own)
         if self.keeps(entry):  # after a failed step, a parameter may have memory on some ranks only
             for parameter, name in self._names.compressible().items():
                 if name not in own:
@@ -387,7 +388,13 @@ class Checkpointed(DeclaredMemory):
             executor = executor_for(self.process_group, device)
 
             async def add_up() -> None:
-                for name in sorted(own):  # in the same order on all ranks
+                names = sorted(own)  # in the same order on all ranks
+                n_ranks = torch.tensor([float(name in kept) for name in names], device=device)
+                await executor.transport.all_reduce(n_ranks)
+                for name, n in zip(names, n_ranks.tolist(), strict=True):
+                    if n == 0:  # zeros on all ranks
+                        merged[name] = own[name]
+                        continue
                     total = (own[name].to(device) / divisor).contiguous()  # strides may differ between ranks
                     await executor.transport.all_reduce(memory_order(total))
                     merged[name] = total.cpu()

@@ -353,11 +353,10 @@ class PowerSGDState(HookState):
         )
 
     def initialize(self, parameters: Mapping[Tensor, str]) -> None:
-        """Allocate the memory of every compressed parameter that no compressed step has had yet, as that step would.
+        """Allocate the missing memory of every compressed parameter, as its first compressed step would.
 
-        After a failed step, a parameter may have errors but no factors, because those of another rank replaced them.
-
-        Without factors for `batched_powerSGD_hook`, whose factors belong to buckets that are not known yet.
+        Errors without factors exist after a failed step, when `resynchronize` took over the factors of a rank that had
+        none. `batched_powerSGD_hook` gets no factors here: they belong to buckets that are not known yet.
         """
         q, kept = self._tensors["q"], self._tensors[ERRORS if self.options.use_error_feedback else "q"]
         for parameter, name in parameters.items():

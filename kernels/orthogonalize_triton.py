@@ -42,9 +42,9 @@ SHORT_NUM_WARPS = 4  # with 16, ptxas settles for 40 registers and spills
 TILE_LENGTH = 128  # rows of P that one program handles
 MAX_TILES = 128  # tiles of a factor; the tiles of longer factors are longer
 GRAMS_NUMEL = 1 << 12  # elements of Gram matrices that one program adds up at a time; with twice as many it spills
-# The fewer warps, the faster a step of the elimination, and the more rounds of loads for a factor of many tiles.
+# Fewer warps make a step of the elimination faster, but add up fewer Gram matrices per round of loads.
 GRAMS_NUM_WARPS = 8
-BLOCK_NUMEL = 1024  # elements it handles at a time: with two r x r matrices, more would spill at rank 64
+BLOCK_NUMEL = 1024  # elements of a tile that a program handles at a time; with two r x r matrices, more would spill
 
 
 def tolerance(dtype: torch.dtype) -> float:

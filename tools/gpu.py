@@ -28,7 +28,7 @@ METRICS = {
     IN_GRAPH: "graph_ms",
     Metric.HOST_MS: "host_ms",
     NBYTES: "nbytes",
-    INCLUDES_HOST: "includes_host",
+    INCLUDES_HOST: "includes_host",  # 1 or 0
     Metric.LAUNCHES: "launches",
     Metric.SYNCHRONIZATIONS: "host_waits",
     "bandwidth (GB/s)": "gb_per_s",
@@ -53,11 +53,15 @@ def measured(lines: Sequence[dict[str, Any]]) -> list[Record]:
             {"name": line["case"]},
             row["implementation"],
             line["ranks"],
-            {metric: row[key] for metric, key in METRICS.items() if row.get(key) not in (None, False)},
+            {metric: _number(row[key]) for metric, key in METRICS.items() if row.get(key) is not None},
         )
     ]
     facts = {name: cases[0].get(name) for name in FACTS}
     return Measured({}, records).with_provenance({"date": cases[-1]["date"], **facts, "command": COMMAND})
+
+
+def _number(value: Any) -> Any:
+    return int(value) if isinstance(value, bool) else value
 
 
 def tables(records: Sequence[Record]) -> list[Table]:
@@ -68,13 +72,15 @@ def tables(records: Sequence[Record]) -> list[Table]:
     hooks = dict.fromkeys(name.removeprefix(GRAPH).removeprefix(HOOK) for name in groups if HOOK in name)
     notes = [
         "time: median, between two events on the device, with the host ahead; * the call waits for the device or fills "
-        "its queue, so that host time is included",
-        f"of floor: time divided by that of the bytes that gradwire's kernels read and write, at the {rate:,.0f} GB/s "
-        "of copy_ in the same run",
-        "in a graph: in a CUDA graph",
+        "its queue, so that host time is included; there is no speed-up then, because gradwire's time is without it",
+        f"floor: the time of the bytes that gradwire's kernels read and write, at the {rate:,.0f} GB/s of copy_ in the "
+        "same run",
         "launches: gradwire's, and those of the other implementation",
     ]
-    columns = ["gradwire (us)", "in a graph (us)", "of floor", "fastest other (us)", "which is", "ratio", "launches"]
+    columns = [
+        *("gradwire (us)", "in a CUDA graph (us)", "time / floor"),
+        *("fastest other (us)", "fastest other", "speed-up", "launches"),
+    ]
     gpu = records[0].provenance["gpu"]
     return [
         Table(title=f"{title}, {gpu}", headers=[title.split()[0][:-1].lower(), *columns], rows=rows, notes=notes)
@@ -97,16 +103,17 @@ def _row(name: str, group: Sequence[Record], rate: float) -> list[str]:
     own = times.get(GRADWIRE, eager) or 0.0
     others = {name: time for name, time in times.items() if not name.startswith(GRADWIRE)}
     best = min(others, key=others.__getitem__) if others else ""
+    waits = bool(best and median_of(group, INCLUDES_HOST, best))
     floor_ms = 1e-6 * (median_of(group, NBYTES, ours) or 0.0) / rate
     launches = [median_of(group, Metric.LAUNCHES, each) for each in (ours, best)]
     return [
         name,
         _us(own),
         "" if in_graph is None else _us(in_graph),
-        f"{own / floor_ms:.2f}x" if floor_ms > 1e-3 else "",  # 1 us is the time of a launch
-        (_us(others[best]) + "*" * bool(median_of(group, INCLUDES_HOST, best))) if best else "",
+        f"{own / floor_ms:.2f}x" if floor_ms > 1e-3 else "",  # below 1 us, launches take longer than the bytes
+        (_us(others[best]) + "*" * waits) if best else "",
         best,
-        f"{others[best] / own:.1f}x" if best else "",
+        f"{others[best] / own:.1f}x" if best and not waits else "",
         ", ".join(f"{number:.0f}" for number in launches if number is not None),
     ]
 

@@ -307,7 +307,7 @@ def compiled_model_has_the_gradients_of_the_model(device: torch.device) -> None:
     gradients = []
     for is_compiled in (False, True):
         torch.manual_seed(0)
-        model = wrap(OurDDP, Net(), device, bucket_cap_mb=25)  # torch.compile refuses small ones
+        model = wrap(OurDDP, Net(), device, bucket_cap_mb=25)  # torch.compile refuses caps below the first bucket's
         register(model, *HOOKS["fp16"]())
         called = torch.compile(model, backend=backend) if is_compiled else model
         for seed in range(3):

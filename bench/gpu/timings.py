@@ -141,7 +141,7 @@ class HookStep:
                 members=list(range(len(parameters))),
                 parameters=parameters,
                 names=names,
-                model_parameters=list(chain.from_iterable(parameters_of)),  # which the hook's handshake is for
+                model_parameters=list(chain.from_iterable(parameters_of)),  # one handshake serves all of them
             )
             bucket = DenseBucket(spec, as_view=is_flat)
             bucket.collect(zero_copy=not is_flat)

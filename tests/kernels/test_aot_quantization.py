@@ -94,7 +94,7 @@ def launched(launch):
 def check(launch, target):
     for kernel, found in launched(launch).items():
         arguments, binary = found.arguments, compiled(found, target, LIMITS[kernel][target])
-        # CPUs do not take subnormal numbers for zero. Of a stochastic rounding this changes the sign of a zero only.
+        # CPUs keep subnormal numbers. In stochastic rounding, flushing them changes only the sign of a zero.
         assert launch.stochastic or ".ftz" not in compile_launch(found, target).ptx, kernel
         numel = arguments.get("TILE", arguments["CHUNK"])
         threads = arguments["num_warps"] * TARGETS[target].warp_size

@@ -272,8 +272,9 @@ def test_tiles_cover_large_factors_in_whole_blocks(lengths, block, max_tiles):
 def test_large_factors_become_orthonormal_bases_of_their_rows(kind, device, large):
     rows = [make(kind, *size, seed) for seed, size in enumerate(large)]
     for (w, p, flag), size in zip(orthogonalized(rows, torch.float32, torch.float32, device), large, strict=True):
-        # In a chain, a row may be dropped because it would let rounding errors grow. On an H200, 9 % of one remained.
-        check_basis(w, p, flag, f"{kind} {size}", allowed=2 if kind == "chain" else None)
+        # A row may also be dropped because it would let rounding errors grow. On an H200, 9 % of one remained.
+        allowed = 0.2 if kind == "chain" and device.type == "cuda" else None
+        check_basis(w, p, flag, f"{kind} {size}", allowed=allowed)
 
 
 @pytest.mark.parametrize("distance", [0.3, 0.1, 0.03, 0.01, 1e-3, 1e-5])
