@@ -189,6 +189,8 @@ class Run:
         """A step that fails on the last rank in its last bucket, before which the others are exchanged."""
         if not self.loop.is_ours:
             return
+        # Error memory that is not zero tells, before the failure, which parameters must take back what was exchanged.
+        errors = errors_of(self.state.state_dict()) if self.loop.kind in FEEDBACK else {}
         batch, last = self.batch(), self.ddp.reducer.buckets[-1]
         own, names = self.own_gradients([batch]), last.parameter_names()
         self.ddp.zero_grad()
@@ -196,7 +198,10 @@ class Run:
             if error_of(lambda: (self.ddp(*batch) * self.scaler.scale).backward()) is None:
                 self.problems.append(f"step {self.number}: no error on rank {self.rank}")
         # What was exchanged is kept where there is error memory: not in plain steps, nor for vectors with PowerSGD.
-        self.is_counted -= {*names, *(name for name in own if not self.takes_back(name))}
+        back = {name for name in own if self.takes_back(name)}
+        if missing := {name for name, error in errors.items() if error.any()} - back:
+            self.problems.append(f"law 1: step {self.number}: {sorted(missing)} have errors, and took nothing back")
+        self.is_counted -= {*names, *(own.keys() - back)}
         self.ddp.resynchronize()
         self.ledger.add(own, dict.fromkeys(own))
 
