@@ -381,6 +381,15 @@ class PowerSGDState(HookState):
         """Take the totals of `compression_stats` from a checkpoint."""
         self.total_numel_before_compression, self.total_numel_after_compression = saved["numel"]
 
+    def replicated_state(self) -> dict[str, Any]:
+        """The hook, which a state learns in its first step, and the factors; see `HookState.replicated_state`."""
+        return {"hook": self.hook_name, **super().replicated_state()}
+
+    def load_replicated_state(self, replicated: dict[str, Any]) -> None:
+        """Continue with hook and factors of another rank; see `HookState.load_replicated_state`."""
+        self.hook_name = replicated["hook"]
+        super().load_replicated_state(replicated)
+
     def check_counts(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError unless the totals of `compression_stats` are valid."""
         if not isinstance(numel := state["numel"], list) or len(numel) != 2:

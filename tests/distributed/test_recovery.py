@@ -573,6 +573,18 @@ def test_checkpoint_after_failed_first_compressed_step_is_equal_on_all_ranks(hoo
     assert_same_on_all_ranks(from_all_ranks(gradients(training.ddp)))
 
 
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("hook", FEEDBACK)
+@on_ranks(2, limit=30)
+def test_checkpoint_after_failed_first_step_is_equal_on_all_ranks(hook, failing):
+    # PowerSGD's state learns from the first step whether the hook is batched_powerSGD_hook.
+    training = Training(hook, group=dist.new_group())
+    with failing_hook(training.ddp, 0 if dist.get_rank() == failing else -1):
+        assert error_of(training.run, 1) is not None
+    training.ddp.resynchronize()
+    assert_same_on_all_ranks(from_all_ranks(training.state.state_dict()))
+
+
 @pytest.mark.parametrize("hook", FEEDBACK)
 @on_ranks(2, limit=30)
 def test_loaded_errors_are_saved_unchanged_after_a_failed_step(hook):
