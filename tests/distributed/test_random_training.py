@@ -60,8 +60,8 @@ class Step:
         set_to_none: how gradients are cleared.
         is_clipped: whether gradients are clipped after the backward.
         poison: "nan" or "inf" in a gradient of rank 0, so that the step is skipped; None for neither.
-        before: what happens before the step: "checkpoint", "error" (on the last rank, in the last bucket), "observe" or
-            "guard"; None for nothing.
+        before: what happens before the step: "checkpoint", "error" (on the last rank, in the last bucket),
+            "error_and_checkpoint", "observe" or "guard"; None for nothing.
     """
 
     micro_batches: int = 1
@@ -205,6 +205,10 @@ class Run:
         self.ddp.resynchronize()
         self.ledger.add(own, dict.fromkeys(own))
 
+    def error_and_checkpoint(self):
+        self.error()
+        self.checkpoint()
+
     def takes_back(self, name):
         """Whether the state keeps a gradient of the parameter that was not applied."""
         zeros = torch.zeros_like(self.ddp.module.get_parameter(name))
@@ -243,7 +247,7 @@ def loops():
         set_to_none=st.booleans(),
         is_clipped=st.booleans(),
         poison=st.sampled_from([None, None, None, "nan", "inf"]),
-        before=st.sampled_from([None, None, "checkpoint", "error", "observe", "guard"]),
+        before=st.sampled_from([None, None, "checkpoint", "error", "error_and_checkpoint", "observe", "guard"]),
     )
     return st.builds(
         Loop,
@@ -264,7 +268,8 @@ def sensible(loop):
     """
     steps = []
     for step in loop.steps:
-        keeps = loop.is_smallest and loop.kind != "batched_powersgd" and step.before not in ("checkpoint", "error")
+        is_interrupted = step.before in ("checkpoint", "error", "error_and_checkpoint")
+        keeps = loop.is_smallest and loop.kind != "batched_powersgd" and not is_interrupted
         if not keeps or (steps and steps[-1].poison is not None):
             step = replace(step, poison=None)
         if loop.kind == "scaled_fp16":
