@@ -374,30 +374,29 @@ class Checkpointed(DeclaredMemory):
     def _merged(self, entry: str) -> dict[str, Tensor]:
         """The tensors of all ranks, merged as declared, on the CPU. A collective call."""
         own = self.tensors(entry)
-        kept = set(own)
-        if self.keeps(entry):  # after a failed step, a parameter may have memory on some ranks only
+        present = set(own)
+        if self.keeps(entry):
             for parameter, name in self._names.compressible().items():
                 if name not in own:
                     own[name] = self.memory[entry].zeros(as_real(parameter), torch.device("cpu"))
-        merged: dict[str, Tensor] = {}
+        names = sorted(own)  # in the same order on all ranks
+        merged = {name: own[name] for name in names if name not in present}
         if self.memory[entry].merge == "same":
-            merged = {name: tensor.to("cpu", copy=True) for name, tensor in own.items()}
-        elif own:
+            merged |= {name: own[name].to("cpu", copy=True) for name in present}
+        elif names:
             divisor = self._group.size() if self.memory[entry].merge == "mean" else 1
             device = next(iter([*self._names.parameters(), *own.values()])).device
             executor = executor_for(self.process_group, device)
 
             async def add_up() -> None:
-                names = sorted(own)  # in the same order on all ranks
-                n_ranks = torch.tensor([float(name in kept) for name in names], device=device)
+                # After a failed step, some ranks may have a tensor and others not yet.
+                n_ranks = torch.tensor([float(name in present) for name in names], device=device)
                 await executor.transport.all_reduce(n_ranks)
                 for name, n in zip(names, n_ranks.tolist(), strict=True):
-                    if n == 0:  # zeros on all ranks
-                        merged[name] = own[name]
-                        continue
-                    total = (own[name].to(device) / divisor).contiguous()  # strides may differ between ranks
-                    await executor.transport.all_reduce(memory_order(total))
-                    merged[name] = total.cpu()
+                    if n > 0:
+                        total = (own[name].to(device) / divisor).contiguous()  # strides may differ between ranks
+                        await executor.transport.all_reduce(memory_order(total))
+                        merged[name] = total.cpu()
 
             executor.submit(lambda _: add_up()).wait()
         return merged
