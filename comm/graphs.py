@@ -78,8 +78,9 @@ class PiecewiseGraphs:
 
     async def _record(self, algorithm: Algorithm[None]) -> list[Part]:
         """Capture every part of a step and run it."""
-        alive, parts = self._parts(), list[Part]()
-        # PyTorch refuses captures into a pool whose graphs are all gone.
+        parts: list[Part] = []
+        alive = self._parts()
+        # PyTorch cannot capture into the memory pool of graphs that were all freed.
         pool = alive[0][0].pool() if alive else torch.cuda.graph_pool_handle()
         try:
             driver = Driver(algorithm)

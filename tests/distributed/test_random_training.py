@@ -197,7 +197,7 @@ class Run:
         with failing_hook(self.ddp, last.index() if self.rank == self.size - 1 else -1):
             if error_of(lambda: (self.ddp(*batch) * self.scaler.scale).backward()) is None:
                 self.problems.append(f"step {self.number}: no error on rank {self.rank}")
-        # What was exchanged is kept where there is error memory: not in plain steps, nor for vectors with PowerSGD.
+        # Only error memory keeps what was exchanged: plain steps have none, and neither have PowerSGD's vectors.
         back = {name for name in own if self.takes_back(name)}
         if missing := {name for name, error in errors.items() if error.any()} - back:
             self.problems.append(f"law 1: step {self.number}: {sorted(missing)} have errors, and took nothing back")

@@ -36,7 +36,7 @@ _ALLOCATIONS = ("aten::empty", "aten::empty_strided", "aten::empty_like", "aten:
 
 
 class Pool:
-    """Stands in for a memory pool of graphs, which is of no use once all of its graphs are gone."""
+    """Stands in for the memory pool that graphs share. Once all of them are freed, it cannot be used again."""
 
     def __init__(self) -> None:
         self.graphs: WeakSet[GraphOnCpu] = WeakSet()
