@@ -101,7 +101,7 @@ class Workspace:
         if nbytes > self._buffer.nbytes:
             self._buffer = self._buffer.new_empty(nbytes)
         if self._device.type == "cuda":
-            self._buffer.record_stream(torch.cuda.current_stream(self._device))
+            self._buffer.record_stream(torch.cuda.current_stream(self._device.index))
             if self._is_capturing() and not self._is_captured():
                 self._captured.append(self._buffer)
         wires = []
@@ -112,7 +112,7 @@ class Workspace:
     def _is_capturing(self) -> bool:
         if self._device.type != "cuda":
             return False
-        with torch.cuda.device(self._device):  # the call asks about the current device
+        with torch.cuda.device(self._device.index):  # the call asks about the current device
             return torch.cuda.is_current_stream_capturing()
 
     def _is_captured(self) -> bool:

@@ -265,6 +265,12 @@ class QuantizedMessage:
             sizes.append((self.errors.numel(), self.errors.dtype))
         return sizes
 
+    def count(self, iteration: int) -> None:
+        """Set ``counter`` where random numbers need it, and no CUDA graph is captured: each replay would repeat it."""
+        is_random = self._stochastic or (self.errors is not None and self.errors.dtype == torch.bfloat16)
+        if is_random and not is_capturing(self.counter.device):
+            self.counter.fill_(iteration)
+
     def start_step(
         self, source: Sequence[Tensor], target: Sequence[Tensor], iteration: int, buffers: Sequence[Tensor]
     ) -> QuantizedStep:
@@ -273,12 +279,10 @@ class QuantizedMessage:
         Args:
             source: the tensors to add up, real.
             target: the tensors that receive the result; may be ``source``.
-            iteration: the number of the step. Ignored while a CUDA graph is captured: every replay would set the same
-                number.
+            iteration: the number of the step; see `count`.
             buffers: memory for the step, as ``wires`` describes it. Overwritten.
         """
-        if not is_capturing(self.counter.device):
-            self.counter.fill_(iteration)
+        self.count(iteration)
         layout = self.message_layout
         # ``message`` serves twice: it is sent in the first shot, and gathered in the second.
         message, received, result = buffers[:3]
@@ -365,7 +369,7 @@ class QuantizedBucket(QuantizedMessage):
 
         Then a CUDA graph of an earlier step can be replayed, if both steps are in place or both are not.
         """
-        self.counter.fill_(iteration)
+        self.count(iteration)
         for section, members in zip(self.message_layout.sections, self._members, strict=True):
             section.table.segments.packed([source[i] for i in members])
             section.table.segments.packed_results([target[i] for i in members])

@@ -40,8 +40,8 @@ STAGES_TO_Q: dict[tuple[int, str | None], int] = {(4, "tf32"): 3, (2, "tf32"): 2
 # products, which need more than 64 KiB of shared memory; in fp32 it spills.
 DOT_WIDTH = 32
 # A program adds up a chunk of this many elements of a factor, this many partial sums at a time.
-SUM_NUMEL = 128
-SUM_STRIPS = 32
+SUM_NUMEL = 256
+SUM_STRIPS = 4
 
 
 @jit
@@ -184,7 +184,7 @@ def _multiply_dot(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The product of a strip of M and a factor by `tl.dot`, in parts: [BLOCK, WIDTH] for P, [WIDTH, BLOCK] for Q."""
+    """The product of a factor and a strip of M by `tl.dot`, in parts [WIDTH, BLOCK]: Q M^T for P^T, P^T M for Q^T."""
     rows, columns, rank = sizes
     across = columns if TO_P else rows  # the side that is summed over
     stride = as_aligned(columns.to(tl.int32), ALIGNED)
@@ -194,7 +194,7 @@ def _multiply_dot(
     factor_ptr = factor.to(tl.pointer_type(tl.float32))
     totals = tl.tuple(())
     for _ in tl.static_range(RANK // WIDTH):
-        totals += (tl.zeros((BLOCK, WIDTH) if TO_P else (WIDTH, BLOCK), dtype=tl.float32),)
+        totals += (tl.zeros((WIDTH, BLOCK), dtype=tl.float32),)
     for start in range(begin, end, BLOCK):
         row = first if TO_P else start
         column = start if TO_P else first
@@ -210,16 +210,13 @@ def _multiply_dot(
         for part in tl.static_range(RANK // WIDTH):
             columns_of_part = part * WIDTH + offs_r
             mask_r = columns_of_part < rank
-            part_ptrs = factor_ptr + start + columns_of_part.to(tl.int64) * across
+            part_ptrs = factor_ptr + start + columns_of_part.to(tl.int64) * (stride if TO_P else across)
+            if TO_P and ALIGNED:
+                part_ptrs = tl.multiple_of(part_ptrs, 16)
+            mask_x = mask_r[:, None] & (mask_m if TO_P else mask_n)[None, :]
+            x = tl.load(part_ptrs[:, None] + offs_block[None, :], mask=mask_x, other=0)  # [WIDTH, BLOCK]
             # TF32 is enough: the error memory is computed from the result as it was sent, whatever rounded the factors.
-            if TO_P:
-                mask_q = mask_r[None, :] & mask_m[:, None]
-                q = tl.load(part_ptrs[None, :] + offs_block[:, None], mask=mask_q, other=0)  # [BLOCK, WIDTH]
-                added += (tl.dot(m, q, totals[part], input_precision=PRECISION),)
-            else:
-                mask_p = mask_r[:, None] & mask_n[None, :]
-                p = tl.load(part_ptrs[:, None] + offs_block[None, :], mask=mask_p, other=0)  # [WIDTH, BLOCK]
-                added += (tl.dot(p, m, totals[part], input_precision=PRECISION),)
+            added += (tl.dot(x, tl.trans(m) if TO_P else m, totals[part], input_precision=PRECISION),)
         totals = added
     return totals
 
@@ -300,12 +297,8 @@ def _multiply_kernel(
         for part in tl.static_range(RANK // WIDTH):
             offs_r = part * WIDTH + tl.arange(0, WIDTH)
             column_ptrs = partial_ptr + first + offs_r.to(tl.int64) * along
-            if TO_P:
-                mask = mask_along[:, None] & (offs_r < rank)[None, :]
-                tl.store(column_ptrs[None, :] + offs_along[:, None], totals[part], mask=mask)
-            else:
-                mask = (offs_r < rank)[:, None] & mask_along[None, :]
-                tl.store(column_ptrs[:, None] + offs_along[None, :], totals[part], mask=mask)
+            mask = (offs_r < rank)[:, None] & mask_along[None, :]
+            tl.store(column_ptrs[:, None] + offs_along[None, :], totals[part], mask=mask)
 
 
 @kernel
@@ -383,7 +376,7 @@ def _plan(table: MatrixTable, to_p: bool) -> tuple[int, dict[str, Any], dict[str
         "TO_P": to_p,
         "PRECISION": precision,
         "DOT_WIDTH": DOT_WIDTH,
-        "num_warps": 4 if padded_rank(table) <= 16 else 8,
+        "num_warps": 4 if padded_rank(table) <= 32 else 8,
         "num_stages": STAGES if to_p else STAGES_TO_Q.get((table.dtype.itemsize, precision), STAGES),
     }
     add = {
@@ -395,7 +388,7 @@ def _plan(table: MatrixTable, to_p: bool) -> tuple[int, dict[str, Any], dict[str
         "STRIPS": SUM_STRIPS,
         "ALIGN": ALIGN_NUMEL,
         "PACK": CHUNK_NUMEL,
-        "num_warps": 8,
+        "num_warps": 4,
     }
     return last.start + last.n_strips * last.size, multiply, add
 

@@ -41,9 +41,7 @@ SHORT_NUM_WARPS = 4  # with 16, ptxas settles for 40 registers and spills
 # Large factors: cut into tiles
 TILE_LENGTH = 128  # rows of P that one program handles
 MAX_TILES = 128  # tiles of a factor; the tiles of longer factors are longer
-GRAMS_NUMEL = 1 << 12  # elements of Gram matrices that one program adds up at a time; with twice as many it spills
-# Fewer warps make a step of the elimination faster, but add up fewer Gram matrices per round of loads.
-GRAMS_NUM_WARPS = 8
+GRAMS_NUMEL = 1024  # elements of Gram matrices that one program adds up at a time
 BLOCK_NUMEL = 1024  # elements of a tile that a program handles at a time; with two r x r matrices, more would spill
 
 
@@ -370,7 +368,7 @@ def _cholesky_qr(wire: Tensor, layout: FactorLayout, large: Sequence[int], out: 
             GROWTH=GROWTH_EPS / eps,
             RANK=rank,
             TILES=max(1, GRAMS_NUMEL // rank**2),
-            num_warps=GRAMS_NUM_WARPS,
+            num_warps=1 if rank <= 32 else 8,  # one warp eliminates fastest; at rank 64 it would spill
         )
         _apply_kernel[(n_programs,)](
             in_ptr=source, transforms_ptr=transforms, out_ptr=out, next_grams_ptr=next_grams, **tile_arguments

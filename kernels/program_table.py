@@ -53,7 +53,7 @@ def is_capturing(device: torch.device) -> bool:
     """Whether this thread is capturing a CUDA graph on ``device``: work is recorded, and none of it runs yet."""
     if device.type != "cuda":
         return False
-    with torch.cuda.device(device):  # the call asks about the current device
+    with torch.cuda.device(device.index):  # the call asks about the current device
         return torch.cuda.is_current_stream_capturing()
 
 

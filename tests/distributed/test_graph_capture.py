@@ -47,9 +47,9 @@ class Capture:
         self.stream = STREAM
 
     @contextmanager
-    def current(self, device):
+    def current(self, index):
         """Stands in for ``torch.cuda.device``."""
-        before, self.device = self.device, device
+        before, self.device = self.device, torch.device("cuda", index)
         yield
         self.device = before
 

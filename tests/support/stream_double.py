@@ -6,7 +6,7 @@ reads. A dispatch mode records the memory of torch operators, `StreamTransport` 
 """
 
 from collections import defaultdict
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from unittest import mock
 
 import torch
@@ -70,6 +70,9 @@ class Device(TorchDispatchMode):
             yield
         finally:
             self.current.pop()
+
+    def set_stream(self, stream):
+        self.current[-1] = stream
 
     def use(self, reads, writes):
         """The current stream reads and writes tensors."""
@@ -163,7 +166,9 @@ def stream_double():
             (Stream, "device", device),
             (torch.cuda, "Stream", Stream),
             (torch.cuda, "stream", device.stream),
+            (torch.cuda, "set_stream", device.set_stream),
             (torch.cuda, "current_stream", lambda *_: device.current[-1]),
+            (torch.cuda, "device", nullcontext),
             (stream_executor, "Result", Result),
         ):
             patches.enter_context(mock.patch.object(owner, name, stand_in))
