@@ -376,7 +376,7 @@ def _plan(table: MatrixTable, to_p: bool) -> tuple[int, dict[str, Any], dict[str
         "TO_P": to_p,
         "PRECISION": precision,
         "DOT_WIDTH": DOT_WIDTH,
-        "num_warps": 4 if padded_rank(table) <= 32 else 8,
+        "num_warps": 4 if padded_rank(table) <= (32 if precision == "tf32" else 16) else 8,
         "num_stages": STAGES if to_p else STAGES_TO_Q.get((table.dtype.itemsize, precision), STAGES),
     }
     add = {
