@@ -12,7 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
-from gradwire.bench.implementations import GRADWIRE
+from gradwire.bench.gpu.timings import GRAPHS
+from gradwire.bench.implementations import GRADWIRE, PYTORCH
 from gradwire.bench.record import Measured, Metric, Record, records_of, save
 from gradwire.bench.tables import Table, groups_of, median_of
 
@@ -27,6 +28,7 @@ METRICS = {
     Metric.TIME_MS: "device_ms",
     IN_GRAPH: "graph_ms",
     Metric.HOST_MS: "host_ms",
+    Metric.STEP_MS: "step_ms",
     NBYTES: "nbytes",
     INCLUDES_HOST: "includes_host",  # 1 or 0
     Metric.LAUNCHES: "launches",
@@ -39,6 +41,7 @@ FACTS = (
     *("cpu", "cpu_count", "gpu", "backend"),
 )
 HOOK, GRAPH = "hook ", "graph of hook "  # how the names of these cases begin
+LINK = ", link of "  # what is in the names of steps on an emulated link
 
 
 def measured(lines: Sequence[dict[str, Any]]) -> list[Record]:
@@ -69,30 +72,31 @@ def tables(records: Sequence[Record]) -> list[Table]:
     groups = {name: group for (name,), group in groups_of(records, "name")}
     rate = next(record.p50 for record in records if record.implementation == COPY) or 1.0
     kernels = [_row(name, group, rate) for name, group in groups.items() if HOOK not in name and name != "copy"]
-    hooks = dict.fromkeys(name.removeprefix(GRAPH).removeprefix(HOOK) for name in groups if HOOK in name)
+    links = [name for name in groups if LINK in name]
+    hooks = dict.fromkeys(n.removeprefix(GRAPH).removeprefix(HOOK) for n in groups if HOOK in n and n not in links)
     notes = [
         "time: median, between two events on the device, with the host ahead; * the call waits for the device or fills "
         "its queue, so that host time is included; there is no speed-up then, because gradwire's time is without it",
         f"floor: the time of the bytes that gradwire's kernels read and write, at the {rate:,.0f} GB/s of copy_ in the "
         "same run",
         "launches: gradwire's, and those of the other implementation",
+        "host: time until a step is enqueued; cuda_graphs: with cuda_graphs=True, where the hook has this option",
     ]
     columns = [
         *("gradwire (us)", "in a CUDA graph (us)", "time / floor"),
         *("fastest other (us)", "fastest other", "speed-up", "launches"),
     ]
     gpu = records[0].provenance["gpu"]
-    return [
-        Table(title=f"{title}, {gpu}", headers=[title.split()[0][:-1].lower(), *columns], rows=rows, notes=notes)
-        for title, rows in (
-            ("Kernels on a bucket", kernels),
-            (
-                "Hooks on all buckets of a model, one rank",
-                [_row(name, [*groups.get(HOOK + name, ()), *groups.get(GRAPH + name, ())], rate) for name in hooks],
-            ),
-        )
-        if rows
-    ]
+    made = [Table(title=f"Kernels on a bucket, {gpu}", headers=["kernel", *columns], rows=kernels, notes=notes[:-1])]
+    title = f"Hooks on all buckets of a model, one rank, {gpu}"
+    hosts = ["host (us)", "host, cuda_graphs (us)", "host, other (us)"]
+    groups_of_hooks = [(name, [*groups.get(HOOK + name, ()), *groups.get(GRAPH + name, ())]) for name in hooks]
+    rows = [[*_row(name, group, rate), *_host(group)] for name, group in groups_of_hooks]
+    made.append(Table(title=title, headers=["hook", *columns, *hosts], rows=rows, notes=notes))
+    title = f"Steps of a small model on an emulated link, one rank, {gpu}"
+    rows = [[name.removeprefix(HOOK), *_steps(groups[name])] for name in links]
+    made.append(Table(title=title, headers=["hook", "gradwire (ms)", "PyTorch's closest (ms)", "speed-up"], rows=rows))
+    return [table for table in made if table.rows]
 
 
 def _row(name: str, group: Sequence[Record], rate: float) -> list[str]:
@@ -116,6 +120,19 @@ def _row(name: str, group: Sequence[Record], rate: float) -> list[str]:
         f"{others[best] / own:.1f}x" if best and not waits else "",
         ", ".join(f"{number:.0f}" for number in launches if number is not None),
     ]
+
+
+def _host(group: Sequence[Record]) -> list[str]:
+    """The host's time for a step: gradwire's, with graphs, and the shortest other."""
+    times = {record.implementation: record.p50 or 0.0 for record in group if record.metric == Metric.HOST_MS}
+    others = [time for name, time in times.items() if name not in (GRADWIRE, GRAPHS, "eager", "captured")]
+    return ["" if ms is None else _us(ms) for ms in (times.get(GRADWIRE), times.get(GRAPHS), min(others, default=None))]
+
+
+def _steps(group: Sequence[Record]) -> list[str]:
+    """gradwire's step, PyTorch's, and the ratio."""
+    own, other = median_of(group, Metric.STEP_MS, GRADWIRE), median_of(group, Metric.STEP_MS, PYTORCH)
+    return [f"{own:.1f}", f"{other:.1f}", f"{other / own:.2f}x"] if own and other else [f"{own:.1f}", "", ""]
 
 
 def _us(ms: float) -> str:
