@@ -1,6 +1,7 @@
 """The methods that `gradwire.hooks.auto_hook` chooses from, and how each is measured on copies of the gradients."""
 
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, cast
@@ -96,6 +97,8 @@ class Trial:
         self.method = method
         self._stopwatch = Stopwatch()
         self._marks: list[Mark] = []  # begin and end of each bucket
+        if isinstance(method.state, PowerSGDState):
+            method.state.next_stats_report = sys.maxsize  # no log of a compression that only copies have seen
 
     def run(
         self, bucket: GradBucket, names: tuple[str, ...], iteration: int, plain: Method, recorder: Stopwatch | None
@@ -193,3 +196,22 @@ def choose(ready: Sequence[float], costs: Costs, min_gain: float) -> list[str]:
     for i, bucket in enumerate(costs):
         plan[i] = next((name for name in bucket if plan_ms([*plan[:i], name, *plan[i + 1 :]]) <= limit), fastest[i])
     return plan
+
+
+def reason(ready: Sequence[float], costs: Costs, plan: Sequence[str], min_gain: float) -> str:
+    """Why `choose` has returned ``plan``, in one sentence."""
+
+    def plan_ms(names: Sequence[str]) -> float:
+        return predicted_ms(ready, [bucket[name] for bucket, name in zip(costs, names, strict=True)])
+
+    single = {name: plan_ms([name] * len(costs)) for name in costs[0]}
+    plain_name, plain_ms = next(iter(single.items()))
+    if set(plan) != {plain_name}:
+        return (
+            f"{plan_ms(plan):.3g} ms from the first gradient to the last result instead of {plain_ms:.3g} (predicted)"
+        )
+    fastest = min(single, key=single.__getitem__)
+    if fastest == plain_name:
+        return "no candidate is faster"
+    gain = plain_ms / single[fastest]
+    return f"{fastest} is only {gain:.3g} times as fast (predicted), below min_gain={min_gain:g}"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradwire.comm import executor_for
 from gradwire.compress._validation import check_entries, check_whole_number, wrong
-from gradwire.hooks._auto_trial import PLAIN, Method, Trial, choose, make_method, predicted_ms, slowest_times
+from gradwire.hooks._auto_trial import PLAIN, Method, Trial, choose, make_method, reason, slowest_times
 from gradwire.hooks._bucket import GradBucket, bucket_device
 from gradwire.hooks._checkpoint import Scaler, check_count, option_values
 from gradwire.hooks._handshake import digest
@@ -120,6 +120,7 @@ class AutoState(HookState):
         self._first_trial = FIRST_STEPS  # the step of the first measurement
         self._checks_plan = True  # whether the plan must be compared with the model
         self._is_first_bucket = False
+        self._reason: tuple[Mapping[str, str], str] = {}, ""  # the plan that was measured here, and why it was chosen
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -156,6 +157,17 @@ class AutoState(HookState):
         return (
             f"{type(self).__name__}(iter={self.iter}, candidates={list(self.candidates)}, {chosen or 'no choice yet'})"
         )
+
+    def summary(self) -> str:
+        """What was chosen and why, in one line; before the choice, in which step it will be made."""
+        if not self.plan:
+            step = self._first_trial + (WARM_UP + self.repeats) * len(self.candidates)
+            names = ", ".join(self.candidates)
+            return f"auto_hook has sent all gradients uncompressed, and chooses from {names} in step {step}"
+        members = sorted(self._members().items(), key=lambda item: -len(item[1]))
+        what = ", ".join(f"{name} for {len(names)} parameters" for name, names in members)
+        plan, why = self._reason
+        return f"auto_hook has chosen {what}" + (f": {why}" if plan == self.plan else "")
 
     def replicated(self) -> dict[str, object]:
         """The number of steps, and a digest of the plan."""
@@ -365,15 +377,14 @@ class AutoState(HookState):
         }
         device = bucket_device(bucket)
         ready_ms, costs_ms = slowest_times(counted, executor_for(self.process_group, device), device)
+        chosen = choose(ready_ms, costs_ms, self.min_gain)
         plan: dict[str, str] = {}
-        for names, name in zip(self._trials[0].buckets, choose(ready_ms, costs_ms, self.min_gain), strict=True):
+        for names, name in zip(self._trials[0].buckets, chosen, strict=True):
             plan |= dict.fromkeys(names, name)
         self.plan = plan
-        for name in self.candidates:
-            time = predicted_ms(ready_ms, [costs[name] for costs in costs_ms])
-            logger.info("%s: %.1f ms from the first gradient to the last result (predicted)", name, time)
-        members = self._members().items()
-        logger.info("Chosen: %s", ", ".join(f"{name} for {len(names)} parameters" for name, names in members))
+        self._reason = (dict(plan), reason(ready_ms, costs_ms, chosen, self.min_gain))
+        if dist.get_rank(self.process_group) == 0:
+            logger.info(self.summary())
         self._measure_again()
 
     def _chosen(self, names: Sequence[str]) -> Method:

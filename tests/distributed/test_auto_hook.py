@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import logging
 import pickle
 from unittest import mock
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 import gradwire
 from gradwire.hooks import auto_hook as auto_module
-from gradwire.hooks._auto_trial import TOLERANCE, Cost, Trial, choose, predicted_ms
+from gradwire.hooks._auto_trial import TOLERANCE, Cost, Trial, choose, predicted_ms, reason
 from gradwire.hooks.auto_hook import AutoState, auto_hook
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
@@ -97,6 +98,19 @@ def test_choice_thresholds_are_exactly_min_gain_and_the_tolerance(plain, int8, m
     assert TOLERANCE == 1.02
     exchange_costs = {"plain": Cost(0, plain, 0), "int8": Cost(0, int8, 0), "int4": Cost(0, 100, 0)}
     assert choose([0], [exchange_costs], min_gain) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("plain", "int4", "min_gain", "expected"),
+    [
+        (100, 40, 1.05, "40 ms from the first gradient to the last result instead of 100 (predicted)"),
+        (103, 100, 1.05, "int4 is only 1.03 times as fast (predicted), below min_gain=1.05"),
+        (100, 103, 1.05, "no candidate is faster"),
+    ],
+)
+def test_reason_of_a_choice_is_one_sentence(plain, int4, min_gain, expected):
+    exchange_costs = [{"plain": Cost(0, plain, 0), "int4": Cost(0, int4, 0)}]
+    assert reason([0], exchange_costs, choose([0], exchange_costs, min_gain), min_gain) == expected
 
 
 @pytest.mark.parametrize(
@@ -224,6 +238,33 @@ def test_ranks_agree_on_the_plan_and_then_train_as_with_the_chosen_hook():
     assert_same_bits(auto, train("gradwire", "mlp", hook=hook, steps=12, bucket_cap_mb=SMALL))
     assert state.iter == 12
     assert "parameters int4" in repr(state)
+
+
+@on_ranks(2, 3)
+def test_only_the_choice_is_logged_with_its_reason_by_rank_0():
+    times, records = {"plain": 10.0, "powersgd-r1": 1.0}, []
+    handler, state = logging.Handler(), AutoState(candidates=tuple(times), repeats=1, min_gain=1.5)
+    handler.emit = lambda record: record.module == "nodes" or records.append(record.getMessage())
+    package = logging.getLogger("gradwire")
+    package.addHandler(handler)
+    package.setLevel(logging.INFO)
+    try:
+        ddp = wrapped(hook=(state, auto_hook))
+        with with_wire_ms(lambda trial: times[trial.candidate]):
+            train_steps(ddp, 6)
+            measuring, before = state.summary(), list(records)
+            train_steps(ddp, 1)
+    finally:
+        package.removeHandler(handler)
+        package.setLevel(logging.NOTSET)
+    assert measuring == "auto_hook has sent all gradients uncompressed, and chooses from plain, powersgd-r1 in step 6"
+    assert before == [], "a trial reads as if training were compressed"
+    assert state.summary().startswith(f"auto_hook has chosen powersgd-r1 for {len(state.plan)} parameters: ")
+    assert state.summary().endswith(" (predicted)")
+    said = [each for each in records if each.startswith("auto_hook")]
+    assert said == [state.summary()] * (dist.get_rank() == 0)
+    given = AutoState(plan=state.plan)
+    assert given.summary() == f"auto_hook has chosen powersgd-r1 for {len(state.plan)} parameters"
 
 
 @on_ranks(2, 3)

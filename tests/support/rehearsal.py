@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache
 from hashlib import blake2b
@@ -239,6 +239,8 @@ def gpu_on_cpu() -> Iterator[None]:
             (torch.cuda, "Stream", NoStream),
             (torch.cuda, "current_stream", NoStream),
             (torch.cuda, "stream", NoStream),
+            (torch.cuda, "set_stream", _nothing),
+            (torch.cuda, "device", nullcontext),
             (torch.cuda, "graph", _run_once),
             (torch.cuda, "Event", device.event),
             (torch.cuda, "_sleep", device.spin),
