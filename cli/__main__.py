@@ -1,6 +1,7 @@
 """Entry point of the ``gradwire`` command and of ``python -m gradwire.cli``. It names packages that are missing.
 
-``gradwire doctor`` needs no extra, ``gradwire advise`` the extra `cli`, and demo and benchmarks the extra `bench`.
+``gradwire doctor`` and ``gradwire run`` need no extra, ``gradwire advise`` the extra `cli`, and demo and benchmarks the
+extra `bench`.
 """
 
 import sys
@@ -15,10 +16,15 @@ def main() -> None:
         from gradwire.cli import doctor
 
         sys.exit(doctor.main(sys.argv[2:]))
+    if command == ["run"]:
+        from gradwire.cli import run
+
+        run.launch(sys.argv[2:])
+        return
     extra = "bench" if command in (["demo"], ["bench"]) else "cli"
     missing = missing_packages(extra)
     if missing:
-        sys.exit(f'gradwire: missing {", ".join(missing)}. Run: pip install "gradwire[{extra}]"')
+        sys.exit(f'gradwire: missing {", ".join(missing)}. In a checkout of gradwire, run: pip install ".[{extra}]"')
     from gradwire.cli.app import app
 
     app(prog_name="gradwire")

@@ -22,12 +22,13 @@ import torch.distributed as dist
 import typer
 from rich.console import Console
 
+from gradwire._version import __version__
 from gradwire.bench.models import JOBS
 from gradwire.bench.tables import Table, count, format_bandwidth, format_bytes, print_tables
 from gradwire.bench.timing import backend_of, bench_device
 from gradwire.cli.options import MAX_RANKS, finite, parse_hooks, parse_rate
 from gradwire.planner import jobs
-from gradwire.planner.hook_registry import HOOKS, display_name
+from gradwire.planner.hook_registry import ACCURACY_NOTE, HOOKS, STEPS_TO_TARGET, accuracy_of, display_name
 from gradwire.planner.jobs import JobError
 from gradwire.planner.probe import CAST, PLAIN, GivenLink, Measurement, measure, on_all_ranks
 from gradwire.planner.recommend import Advice, Prediction, advise
@@ -36,7 +37,17 @@ MAX_LATENCY = 1_000_000  # microseconds
 MAX_PRICE = 1_000_000
 CHOICES = [name for name in HOOKS if name != "noop"]
 _TIMEOUT = timedelta(minutes=2)
-_HEADERS = ("hook", "step (ms)", "vs. no hook", f"vs. {CAST}", "pays below", "sent per step", "extra memory")
+_HEADERS = (
+    "hook",
+    "step (ms)",
+    "vs. no hook",
+    f"vs. {CAST}",
+    "pays below",
+    "sent per step",
+    "extra memory",
+    "steps to target",
+)
+_SCHEMA = 1  # of the JSON file; rises when an entry changes its meaning or goes
 _COST = "1,000 steps cost"
 
 
@@ -224,12 +235,14 @@ def print_advice(
         headers.append(_COST)
         for row, each in zip(rows, ranked, strict=True):
             row.append(f"{price * each.network_bytes / 1e6:,.2f}")
-    print_tables([Table(title="", headers=headers, rows=rows, styles=styles)], console)
+    print_tables([Table(title="", headers=headers, rows=rows, styles=styles, notes=[ACCURACY_NOTE])], console)
     text = f"{advice.headline}: {advice.reason}."
     if advice.buckets is not None:
         cap_mb, step_seconds = advice.buckets
         text += f" Pass bucket_cap_mb={cap_mb} to DistributedDataParallel: fewer messages wait for the latency of the "
         text += f"network, and a step takes {1e3 * step_seconds:.1f} ms."
+    if advice.recommended != PLAIN:
+        text += f" {accuracy_of(advice.recommended)}"
     console.print(text, style="bold", highlight=False, markup=False, soft_wrap=True)
     if code := HOOKS[advice.recommended].code:
         console.print(f"\n{code}", highlight=False, markup=False, soft_wrap=True)
@@ -244,6 +257,7 @@ def _cells(each: Prediction) -> list[str]:
         "" if each.hook == PLAIN else _break_even(each.break_even),
         format_bytes(each.payload_bytes),
         format_bytes(each.memory_bytes),
+        f"{STEPS_TO_TARGET[each.hook]:.2f}x" if each.hook in STEPS_TO_TARGET else "",
     ]
 
 
@@ -259,10 +273,18 @@ def to_json(measured: Measurement, advice: Advice) -> str:
     The break-even bandwidth is null if a hook never pays off, and "always" if it pays off at every bandwidth.
     """
     predictions = [
-        asdict(each) | {"break_even": "always" if each.break_even == math.inf else each.break_even}
+        asdict(each)
+        | {
+            "break_even": "always" if each.break_even == math.inf else each.break_even,
+            "steps_to_target": STEPS_TO_TARGET.get(each.hook),
+        }
         for each in advice.predictions
     ]
     content: dict[str, Any] = {
+        "schema": _SCHEMA,
+        "gradwire": __version__,
+        "torch": torch.__version__,
+        "device": str(bench_device()),
         "recommended": advice.recommended,
         "reason": advice.reason,
         "bucket_cap_mb": None if advice.buckets is None else advice.buckets.cap_mb,

@@ -13,6 +13,7 @@ from gradwire.bench import demo as demo_bench
 from gradwire.bench import namespaces, network
 from gradwire.bench.tables import format_link
 from gradwire.cli import doctor as doctor_command
+from gradwire.cli import run as run_command
 from gradwire.cli.advise import advise_command
 from gradwire.cli.bench import bench
 from gradwire.cli.command_runs import measured, report
@@ -68,6 +69,15 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the repor
     Takes a few seconds on a CPU. The exit status is 1 if a check failed.
     """
     raise typer.Exit(doctor_command.main(["--json"] if as_json else []))
+
+
+@app.command("run", add_help_option=False, context_settings={"ignore_unknown_options": True})
+def run(arguments: Annotated[list[str], typer.Argument(metavar="[OPTIONS] SCRIPT ...")]) -> None:
+    """Run an unchanged training script under torchrun, with its gradients compressed, and report bytes and times.
+
+    Takes torchrun's options and --hook. ``gradwire run --help`` lists them.
+    """
+    run_command.launch(arguments)
 
 
 app.command("advise")(advise_command)

@@ -3,7 +3,7 @@
 try:
     import hypothesis  # noqa: F401
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError("gradwire.testing needs hypothesis: pip install 'gradwire[testing]'") from error
+    raise ModuleNotFoundError("gradwire.testing needs hypothesis: pip install hypothesis") from error
 
 from gradwire.testing._check import LAWS, LawViolation, check_laws
 

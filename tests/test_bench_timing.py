@@ -55,6 +55,7 @@ def test_peak_memory_on_macos_is_the_maximum_resident_size(monkeypatch):
     assert timing.peak_memory(torch.device("cpu")) == 50_000
 
 
+@pytest.mark.slow
 def test_peak_memory_excludes_the_parent_process():
     before = timing.peak_memory(torch.device("cpu"))
     block = b"x" * (before + 10**9)

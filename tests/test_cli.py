@@ -151,7 +151,7 @@ def test_missing_extras_are_named_in_one_line(monkeypatch, command, names, extra
         __main__.main()
     message = str(error.value)
     assert f"missing {names}. " in message
-    assert f'pip install "gradwire[{extra}]"' in message
+    assert f'pip install ".[{extra}]"' in message
     assert "\n" not in message
 
 

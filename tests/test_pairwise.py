@@ -1,5 +1,6 @@
 """The reduction of large parameter grids in `make test`."""
 
+from collections import Counter
 from itertools import combinations, product
 
 import pytest
@@ -12,7 +13,9 @@ def product_of(**axes):
 
 
 def pairs(cases):
-    return [pair for case in cases for pair in combinations(case.items(), 2)]
+    """The pairs of values, without world sizes."""
+    axes = [[axis for axis in case.items() if axis[0] != "world"] for case in cases]
+    return [pair for each in axes for pair in combinations(each, 2)]
 
 
 @pytest.mark.parametrize(
@@ -29,6 +32,19 @@ def test_reduced_grid_covers_every_pair_in_half_the_cases(axes):
     kept = [case for index, case in enumerate(cases) if index not in left_out]
     assert all(pair in pairs(kept) for pair in pairs(cases))
     assert 2 * len(kept) <= len(cases)
+    counts = Counter(case["world"] for case in kept)
+    assert counts.keys() == {2, 3}
+    assert abs(counts[2] - counts[3]) <= 1
+
+
+def test_world_sizes_take_turns():
+    cases = product_of(hook=["a", "b", "c", "d"], world=[2, 3])
+    kept = [case for index, case in enumerate(cases) if index not in surplus(cases)]
+    assert [(case["hook"], case["world"]) for case in kept] == [("a", 2), ("b", 3), ("c", 2), ("d", 3)]
+
+
+def test_world_size_alone_keeps_every_case():
+    assert surplus(product_of(world=[2, 3, 4])) == []
 
 
 @pytest.mark.parametrize("names", ["a", "ab"])

@@ -3,16 +3,21 @@
 import io
 import json
 from dataclasses import replace
+from pathlib import Path
+from statistics import median
 
 import pytest
 import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from gradwire.bench.converge import target_of, to_target
+from gradwire.bench.implementations import GRADWIRE
 from gradwire.bench.plots import draw_advice
+from gradwire.bench.record import Metric, load
 from gradwire.bench.tables import format_bandwidth
 from gradwire.cli.advise import print_advice, to_json
-from gradwire.planner.hook_registry import HOOKS
+from gradwire.planner.hook_registry import HOOKS, STEPS_TO_TARGET, accuracy_of
 from gradwire.planner.model import BucketCost, HookCost, Link, Message, MessageCost, ModelCost, Overlap
 from gradwire.planner.probe import Measurement
 from gradwire.planner.recommend import advise, larger_buckets
@@ -92,6 +97,35 @@ def test_report_has_a_row_per_hook_and_ends_with_code():
     assert text.rstrip().endswith(HOOKS["int2"].code)
 
 
+def test_report_tells_the_measured_accuracy():
+    text = " ".join(printed(measured(1e7, *all_hooks())).split())
+    assert "It took 1.03 times the steps to the same loss on a GPT with 2.3 M parameters. Check the loss" in text
+    assert "steps to target: relative to no hook, until a GPT" in text.replace("Steps", "steps")
+    (row,) = [line for line in printed(measured(1e7, *all_hooks())).splitlines() if line.startswith("int2")]
+    assert row.split()[-1] == f"{STEPS_TO_TARGET['int2']:.2f}x"
+    fast = " ".join(printed(measured(1e12, *all_hooks())).split())
+    assert "the same loss" not in fast, "no hook is recommended"
+
+
+def test_measured_accuracy_is_that_of_the_kept_results():
+    records = load(Path(__file__).parents[2] / "bench" / "results" / "converge_text.jsonl")
+
+    def steps(hook):
+        return median(
+            to_target([r for r in records if r["hook"] == hook and r.implementation == GRADWIRE], Metric.STEPS)
+        )
+
+    trained = {r["hook"] for r in records if r.implementation == GRADWIRE} & HOOKS.keys() - {"none"}
+    assert {hook: round(steps(hook) / steps("none"), 2) for hook in trained} == STEPS_TO_TARGET
+    assert target_of(records[0].provenance["settings"]).startswith("validation loss (nats per byte) <= 2.5")
+
+
+@pytest.mark.parametrize("name", [name for name in HOOKS if name not in ("none", "noop", "allreduce")])
+def test_every_hook_has_a_measured_or_similar_accuracy(name):
+    text = accuracy_of(name)
+    assert text.startswith("It took" if name in STEPS_TO_TARGET else "Its accuracy was not measured; the most similar")
+
+
 def test_larger_buckets_are_advised_where_messages_wait_for_the_network():
     """Eight buckets; a message takes 1 ms on the link, and arrives 1 or 200 ms later."""
     bucket = BucketCost(0.0, (0.0, 0.0), (Message(KIND, 125_000),), 0.0)
@@ -128,6 +162,8 @@ def test_json_holds_predictions_and_code():
     assert content["code"] == HOOKS["int2"].code
     assert [each["hook"] for each in content["predictions"]] == ["none", "bf16", "int4", "int2"]
     assert content["measurement"]["link"]["world_size"] == 2
+    assert (content["schema"], content["torch"], content["device"]) == (1, torch.__version__, "cpu")
+    assert [each["steps_to_target"] for each in content["predictions"]] == [None, None, 1.03, 1.03]
 
 
 def test_plot_is_a_png_file(tmp_path):

@@ -1,6 +1,9 @@
-"""The ordinary lane runs every pair of a test's parameter values; cases that add no pair to it are slow."""
+"""The ordinary lane runs every pair of a test's parameter values; cases that add no pair to it are slow.
 
-from collections import defaultdict
+World sizes count alone: every test runs in each, but not every hook in each. The sizes take turns.
+"""
+
+from collections import Counter, defaultdict
 from itertools import combinations
 from operator import itemgetter
 
@@ -17,15 +20,19 @@ def mark_surplus_cases(items):
             cases[index].add_marker("slow")
 
 
+WORLD = "world"
+
+
 def surplus(cases):
     """Indices of the cases, given as dictionaries of parameters, whose pairs of values are in the others."""
-    return sorted(set(range(len(cases))) - _covering([_pairs_of(case) for case in cases]))
+    worlds = [case.get(WORLD) for case in cases]
+    return sorted(set(range(len(cases))) - _covering([_pairs_of(case) for case in cases], worlds))
 
 
 def _pairs_of(parameters):
-    """The values of a case's parameters, alone and in pairs."""
+    """The values of a case's parameters, alone and in pairs; the world size only alone."""
     axes = [(name, type(value), _hashable(value)) for name, value in sorted(parameters.items(), key=itemgetter(0))]
-    return {*combinations(axes, 1), *combinations(axes, 2)}
+    return {*combinations(axes, 1), *combinations([axis for axis in axes if axis[0] != WORLD], 2)}
 
 
 def _hashable(value):
@@ -36,11 +43,14 @@ def _hashable(value):
     return value
 
 
-def _covering(sets):
-    """Indices of sets whose union is that of all. Greedy: each adds the most elements; among equals, the first."""
-    missing, chosen = set().union(*sets), set()
+def _covering(sets, worlds):
+    """Indices of sets whose union is that of all. Greedy: each adds the most elements; among equals, the first in the
+    world that was chosen least.
+    """
+    missing, chosen, counts = set().union(*sets), set(), Counter()
     while missing:
-        best = max(range(len(sets)), key=lambda index: len(sets[index] & missing))
+        best = max(range(len(sets)), key=lambda index: (len(sets[index] & missing), -counts[worlds[index]]))
         chosen.add(best)
+        counts[worlds[best]] += 1
         missing -= sets[best]
     return chosen

@@ -1,0 +1,172 @@
+"""``gradwire run``: an unchanged script trains as with the hook registered in it, and is told what happened."""
+
+import re
+import subprocess
+import sys
+import textwrap
+from unittest import mock
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+from gradwire.cli import run
+from gradwire.hooks.default_hooks import bf16_compress_hook
+from gradwire.planner.hook_registry import HOOKS
+from tests.support.bits import assert_same_bits
+from tests.support.ranks import on_ranks
+from tests.support.training import SMALL, register, train, train_steps
+from tests.support.zoo import Mlp
+
+HANG_LIMIT = 600  # seconds
+
+SCRIPT = """
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = DDP(nn.Linear(64, 64))
+optimizer = torch.optim.SGD(model.parameters(), lr=float(sys.argv[1]))
+for _ in range(25):
+    optimizer.zero_grad()
+    model(torch.randn(8, 64)).square().mean().backward()
+    optimizer.step()
+print(__name__, sys.argv[1:], flush=True)
+dist.destroy_process_group()
+"""
+
+
+def call(*arguments):
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=HANG_LIMIT, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("hook", ["int4", "fp16", "powersgd-r4", "scaled-fp16"])
+@on_ranks(2)
+def test_unchanged_loop_has_the_bits_of_the_registered_hook(hook):
+    with run.compressed(hook) as made:
+        unchanged = train("pytorch", "mlp", steps=12, bucket_cap_mb=SMALL)
+    registered = train("pytorch", "mlp", hook=HOOKS[hook].make(None, 2), steps=12, bucket_cap_mb=SMALL)
+    assert_same_bits(unchanged, registered)
+    (compression,) = made
+    assert compression.n_steps == 12
+    assert f"gradwire run: {hook} on Mlp" in run.report(made)
+
+
+@on_ranks(2)
+def test_auto_says_what_it_has_chosen():
+    with run.compressed("auto") as made:
+        train("pytorch", "mlp", steps=30, bucket_cap_mb=SMALL)
+    assert "auto_hook has chosen" in run.report(made)
+
+
+@on_ranks(2)
+def test_hook_of_the_script_wins():
+    with run.compressed("int4") as made:
+        ddp = DistributedDataParallel(Mlp())
+        with pytest.warns(run.HookReplacedWarning, match=r"registers \S*bf16_compress_hook on its Mlp.*--hook int4"):
+            register(ddp, (None, bf16_compress_hook))
+        own = train_steps(ddp, 3)
+        with pytest.raises(RuntimeError, match="called twice"):
+            register(ddp, (None, bf16_compress_hook))
+    plain = DistributedDataParallel(Mlp())
+    register(plain, (None, bf16_compress_hook))
+    assert_same_bits(own, train_steps(plain, 3))
+    assert "not used" in run.report(made)
+
+
+def test_wrappers_with_a_hook_from_the_start_are_left_alone(world_of_one):
+    with run.compressed("int4") as made:
+        gradwire.DistributedDataParallel(torch.nn.Linear(2, 2))
+        assert made == []
+        DistributedDataParallel(torch.nn.Linear(2, 2))
+        assert len(made) == 1
+    DistributedDataParallel(torch.nn.Linear(2, 2))
+    assert len(made) == 1, "the class is as before"
+
+
+@on_ranks(2)
+def test_stretches_alternate_and_give_an_interval():
+    n_steps = run.WARM_UP + 60 + 5
+    sent = []
+    with run.compressed("int4", measure=60) as made:
+        plain = mock.Mock(wraps=run.allreduce_hook)
+        with mock.patch.object(run, "allreduce_hook", plain):
+            ddp = DistributedDataParallel(Mlp(), bucket_cap_mb=1)
+            for _ in range(n_steps):
+                train_steps(ddp, 1)
+                sent.append(plain.call_count)
+    (compression,) = made
+    assert [kind for kind, _ in compression.stretches] == [False, True, True, False, False, True]
+    is_plain = [after > before for before, after in zip([0, *sent], sent, strict=False)]
+    tens = [is_plain[first : first + run.STRETCH] for first in range(run.WARM_UP, run.WARM_UP + 60, run.STRETCH)]
+    assert [set(each) for each in tens] == [{True}, {False}, {False}, {True}, {True}, {False}]
+    assert not any(is_plain[: run.WARM_UP] + is_plain[-5:])
+    text = run.report(made)
+    gain, low, high = re.search(r"(\S+) times as fast \(95 % interval (\S+) to (\S+), 3 pairs of 10", text).groups()
+    assert float(low) <= float(gain) <= float(high)
+
+
+def test_interval_contains_the_gain_of_noisy_stretches_and_is_narrow():
+    noise = [1.0, 1.1, 0.9, 1.05, 0.95, 1.0]
+    stretches = [pair for n in noise for pair in ((False, 0.3 * n), (True, 0.1))]
+    gain, low, high = map(
+        float, re.findall(r"([\d.]+) times.*interval ([\d.]+) to ([\d.]+)", run._comparison(stretches, "int4"))[0]
+    )
+    assert 2.7 < low < gain < high < 3.3
+    assert gain == pytest.approx(3, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("command", "processes"),
+    [
+        (("-m", "gradwire.cli", "run", "--standalone", "--nproc-per-node", "2"), 2),
+        (("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m", "gradwire.run"), 1),
+    ],
+    ids=["gradwire-run", "torchrun"],
+)
+def test_script_runs_as_main_with_its_arguments_and_a_report(tmp_path, command, processes):
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    status, output, errors = call(*command, "--hook", "int4", str(path), "0.1", "--hook")
+    assert status == 0, errors
+    assert output.count("__main__ ['0.1', '--hook']") == processes
+    assert errors.count("gradwire run: ") == 1, "one rank reports"
+    assert f"int4 on Linear, 4,160 parameters, {processes} ranks, 25 steps" in errors
+    assert re.search(r"sent in a step +\S+ kB instead of 16.6 kB: \S+ times fewer bytes", errors)
+    assert re.search(r"error / gradient +\S+ at first", errors)
+
+
+def test_script_without_ddp_is_told_so_and_keeps_its_exit_status(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(
+        textwrap.dedent("""
+        import helper
+        raise SystemExit(helper.STATUS)
+    """)
+    )
+    (tmp_path / "helper.py").write_text("STATUS = 3")
+    status, _, errors = call("-m", "gradwire.run", "--hook", "int4", str(path))
+    assert status == 3
+    assert "wrapped no model" in errors and "gradwire.attach" in errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train.py"], "required: --hook"),
+        (["--hook", "int5", "train.py"], "invalid choice: 'int5'"),
+        (["--hook", "int4", "--measure", "20", "train.py"], "'20' is not a whole number of steps, at least 60"),
+        (["--hook", "int4", "--start", "-1", "train.py"], "at least 0"),
+        (["--hook", "int4"], "required: SCRIPT"),
+    ],
+)
+def test_bad_options_are_named(capsys, arguments, message):
+    with pytest.raises(SystemExit, match="2"):
+        run.main(arguments)
+    assert message in capsys.readouterr().err
