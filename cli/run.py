@@ -26,6 +26,7 @@ import torch.distributed.run as torchrun
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from gradwire.hooks._bucket import CommHook, GradBucket
 from gradwire.hooks.auto_hook import AutoState, auto_hook
 from gradwire.hooks.default_hooks import CastState, allreduce_hook
 from gradwire.hooks.hook_state import HookState
@@ -64,6 +65,8 @@ class Compression:
         self.metrics: dict[str, list[float]] = {}  # values in the measured steps, by name
         self.stretches: list[tuple[bool, float]] = []  # whether compressed, seconds per step
         self.step_seconds: list[float] = []  # of compressed steps outside of stretches
+        self._state: Any
+        self._hook: CommHook
         self._state, self._hook = _registration(hook, ddp.process_group, start)
         self._plain = CastState(ddp.process_group)
         if isinstance(self._state, HookState):
@@ -86,7 +89,7 @@ class Compression:
         """What `auto_hook` has chosen, if it chooses."""
         return self._state.summary() if isinstance(self._state, AutoState) else None
 
-    def reduce(self, bucket: dist.GradBucket) -> Future[torch.Tensor]:
+    def reduce(self, bucket: GradBucket) -> Future[torch.Tensor]:
         """Average a bucket."""
         if self.scripts is not None:
             state, hook = self.scripts
@@ -95,7 +98,7 @@ class Compression:
             self._begin_step(bucket.buffer().device)
         if self._is_plain(self._n_steps - 1):
             return allreduce_hook(self._plain, bucket)
-        return self._hook(self._state, bucket)  # type: ignore[arg-type]
+        return self._hook(self._state, bucket)
 
     def _is_plain(self, step: int) -> bool:
         """Whether a step sends its gradients in full: stretches in the order A B B A, so that a drift cancels out."""
@@ -123,7 +126,7 @@ class Compression:
             self.metrics.setdefault(name, []).append(value)
 
 
-def _registration(hook: str, group: dist.ProcessGroup, start: int) -> tuple[Any, Callable[..., Any]]:
+def _registration(hook: str, group: dist.ProcessGroup, start: int) -> Registration:
     """State and hook for a process group; the state can be observed."""
     if hook == AUTO:
         return AutoState(group), auto_hook
@@ -133,7 +136,7 @@ def _registration(hook: str, group: dist.ProcessGroup, start: int) -> tuple[Any,
     return state if isinstance(state, Observed) else CastState(group), function
 
 
-def _reduce(compression: Compression, bucket: dist.GradBucket) -> Future[torch.Tensor]:
+def _reduce(compression: Compression, bucket: GradBucket) -> Future[torch.Tensor]:
     return compression.reduce(bucket)
 
 
@@ -208,8 +211,8 @@ def _lines(compression: Compression) -> Iterator[str]:
         yield f"  too few steps to measure: one in {OBSERVED_STEPS} is"
         return
     before, sent = values["gradient_bytes"], values["sent_bytes"]
-    fewer = before / max(sent, 1)
-    yield f"  sent in a step       {_bytes(sent)} instead of {_bytes(before)}: {fewer:.3g} times fewer bytes"
+    fewer = f": {before / sent:.3g} times fewer bytes" if 0 < sent < before else ""
+    yield f"  sent in a step       {_bytes(sent)} instead of {_bytes(before)}{fewer}"
     if compression.step_seconds:
         yield f"  time of a step       {1e3 * median(compression.step_seconds):.3g} ms"
     parts = ", ".join(f"{name} {values[f'{name}_ms']:.3g} ms" for name in ("encode", "wire", "decode"))
@@ -296,16 +299,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 print(report(made), file=sys.stderr, flush=True)
 
 
-def launch(arguments: Sequence[str]) -> None:
-    """``gradwire run``: torchrun's options, and those of `main`, before the script."""
+def options() -> argparse.ArgumentParser:
+    """The options of ``gradwire run``: torchrun's, and those of `main`."""
     parser = torchrun.get_args_parser()
     parser.prog, parser.allow_abbrev = "gradwire run", False
     parser.description = "torchrun, with a hook on every DistributedDataParallel that the script makes."
     _add_options(parser)
-    options = parser.parse_args(arguments)
-    own = ["--hook", options.hook, "--start", str(options.start)]
-    own += ["--measure", str(options.measure)] if options.measure else []
-    own += ["--module"] if options.module else []
-    options.training_script_args = [*own, options.training_script, *options.training_script_args]
-    options.training_script, options.module = "gradwire.run", True
-    torchrun.run(options)
+    return parser
+
+
+def launch(arguments: Sequence[str]) -> None:
+    """``gradwire run``: start `main` with a script in each process of torchrun."""
+    given = options().parse_args(arguments)
+    own = ["--hook", given.hook, "--start", str(given.start)]
+    own += ["--measure", str(given.measure)] if given.measure else []
+    own += ["--module"] if given.module else []
+    given.training_script_args = [*own, given.training_script, *given.training_script_args]
+    given.training_script, given.module = "gradwire.run", True
+    torchrun.run(given)

@@ -27,7 +27,7 @@ def test_help_lists_commands():
     done = gradwire_command("--help")
     assert done.returncode == 0, done.stderr
     listed = re.findall(r"^│ (\w+) ", done.stdout.partition("Commands")[2], re.MULTILINE)
-    assert listed == ["doctor", "advise", "demo", "bench"]
+    assert listed == ["doctor", "run", "advise", "demo", "bench"]
 
 
 def test_version_is_printed():

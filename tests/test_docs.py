@@ -17,6 +17,7 @@ import gradwire
 import gradwire.checkpoint
 import gradwire.testing
 from gradwire.bench.gpu import lane
+from gradwire.cli import run
 from gradwire.cli.app import app
 
 ROOT = Path(__file__).parents[1]
@@ -95,6 +96,10 @@ def unknown_in(program, words):
     if program == "python -m gradwire.bench.gpu":
         options = re.findall(r'"(--\w+)"', inspect.getsource(lane.main))
         return next((word for word in words if word.startswith("--") and word not in options), None)
+    if program == "gradwire" and words[:1] == ["run"]:  # up to the script, whose options are its own
+        own = itertools.takewhile(lambda word: not word.endswith(".py"), words)
+        known = {name for action in run.options()._actions for name in action.option_strings}
+        return next((word for word in own if word.startswith("--") and word not in known), None)
     tool = app if program == "gradwire" else importlib.import_module(program.removeprefix("python -m ")).app
     command = typer.main.get_command(tool)
     for word in words:

@@ -16,7 +16,20 @@ from gradwire.cli.options import finite
 # Options whose text holds numbers, with the unit of a value.
 WITH_UNITS = {"bandwidth": "mbit", "rate": "mbit", "rates": "mbit", "ranks": "", "sizes": ""}
 WITHOUT_NUMBERS = {
-    *("output", "hooks", "models", "model", "task", "json", "plot", "results", "plots", "seams", "optimizers")
+    *(
+        "output",
+        "hooks",
+        "models",
+        "model",
+        "task",
+        "json",
+        "plot",
+        "results",
+        "plots",
+        "seams",
+        "optimizers",
+        "arguments",
+    )
 }
 ZERO_IS_VALID = {("demo", "seed"), ("advise", "latency"), ("advise", "price")} | {
     (command, "delay") for command in ("demo", "network", "converge")

@@ -1,5 +1,6 @@
 """``gradwire run``: an unchanged script trains as with the hook registered in it, and is told what happened."""
 
+import os
 import re
 import subprocess
 import sys
@@ -12,11 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire.cli import run
-from gradwire.hooks.default_hooks import bf16_compress_hook
+from gradwire.hooks.default_hooks import fp16_compress_hook
 from gradwire.planner.hook_registry import HOOKS
 from tests.support.bits import assert_same_bits
 from tests.support.ranks import on_ranks
-from tests.support.training import SMALL, register, train, train_steps
+from tests.support.training import SMALL, build, train, train_steps
 from tests.support.zoo import Mlp
 
 HANG_LIMIT = 600  # seconds
@@ -42,7 +43,9 @@ dist.destroy_process_group()
 
 
 def call(*arguments):
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=HANG_LIMIT, check=False)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_LIMIT, env=environment, check=False)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -68,14 +71,14 @@ def test_auto_says_what_it_has_chosen():
 @on_ranks(2)
 def test_hook_of_the_script_wins():
     with run.compressed("int4") as made:
-        ddp = DistributedDataParallel(Mlp())
-        with pytest.warns(run.HookReplacedWarning, match=r"registers \S*bf16_compress_hook on its Mlp.*--hook int4"):
-            register(ddp, (None, bf16_compress_hook))
+        ddp = DistributedDataParallel(build("mlp"))
+        with pytest.warns(run.HookReplacedWarning, match=r"registers fp16_compress_hook on its Mlp.*--hook int4"):
+            ddp.register_comm_hook(None, fp16_compress_hook)
         own = train_steps(ddp, 3)
         with pytest.raises(RuntimeError, match="called twice"):
-            register(ddp, (None, bf16_compress_hook))
-    plain = DistributedDataParallel(Mlp())
-    register(plain, (None, bf16_compress_hook))
+            ddp.register_comm_hook(None, fp16_compress_hook)
+    plain = DistributedDataParallel(build("mlp"))
+    plain.register_comm_hook(None, fp16_compress_hook)
     assert_same_bits(own, train_steps(plain, 3))
     assert "not used" in run.report(made)
 
