@@ -7,28 +7,29 @@ end, rank 0 reports bytes and times. Needs torch only.
 import argparse
 import math
 import os
-import random
 import runpy
 import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 import torch.distributed.run as torchrun
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from gradwire.hooks._bucket import CommHook, GradBucket
-from gradwire.hooks.auto_hook import AutoState, auto_hook
-from gradwire.hooks.default_hooks import CastState, allreduce_hook
+from gradwire.hooks._bucket import GradBucket
+from gradwire.hooks.auto_hook import FIRST_STEPS, AutoState, auto_hook
+from gradwire.hooks.default_hooks import CastState
 from gradwire.hooks.hook_state import HookState
 from gradwire.hooks.telemetry import Observed
 from gradwire.planner.hook_registry import HOOKS, Registration
@@ -37,10 +38,14 @@ from gradwire.reducer import DistributedDataParallel as OurDDP
 AUTO = "auto"
 CHOICES = (AUTO, *(name for name in HOOKS if name not in ("none", "noop", "allreduce")))
 OBSERVED_STEPS = 10  # one step in as many is measured
-WARM_UP = 10  # steps before the first comparison
+WARM_UP = 2 * OBSERVED_STEPS  # compressed steps before a comparison, in which the exchange is measured
 STRETCH = 10  # steps in a row with or without compression; the first is not timed
-MIN_PAIRS = 3  # of a stretch with and one without compression
-RESAMPLES = 2000  # of the bootstrap
+MIN_PAIRS = 5  # of a stretch with and one without compression
+BUILTIN = {
+    dist.BuiltinCommHookType.ALLREDUCE: torch_hooks.allreduce_hook,  # type: ignore[attr-defined]
+    dist.BuiltinCommHookType.FP16_COMPRESS: torch_hooks.fp16_compress_hook,  # type: ignore[attr-defined]
+}
+_PATCHED = ("__init__", "register_comm_hook", "_register_builtin_comm_hook")
 
 
 class HookReplacedWarning(UserWarning):
@@ -53,75 +58,75 @@ class Compression:
     Args:
         ddp: the model, wrapped in PyTorch's class.
         hook: one of `CHOICES`.
-        start: the first step to compress.
+        start: the first step to compress; with "auto", the first step of its measurements.
         measure: number of steps in which stretches with and without compression alternate; 0 for none.
     """
 
     def __init__(self, ddp: TorchDDP, hook: str, start: int, measure: int) -> None:
         self.hook_name, self.model_name = hook, type(ddp.module).__name__
         self.numel = sum(parameter.numel() for parameter in ddp.parameters() if parameter.requires_grad)
-        self.world_size = dist.get_world_size(ddp.process_group)
-        self.scripts: Registration | None = None  # state and hook that the script has registered
+        self.rank, self.world_size = dist.get_rank(ddp.process_group), dist.get_world_size(ddp.process_group)
+        self.n_steps = 0
+        self.scripts: tuple[Any, Callable[..., Any]] | None = None  # state and hook that the script has registered
+        self.summary = ""  # what `auto_hook` has chosen
         self.metrics: dict[str, list[float]] = {}  # values in the measured steps, by name
         self.stretches: list[tuple[bool, float]] = []  # whether compressed, seconds per step
         self.step_seconds: list[float] = []  # of compressed steps outside of stretches
-        self._state: Any
-        self._hook: CommHook
+        self._group = ddp.process_group
         self._state, self._hook = _registration(hook, ddp.process_group, start)
-        self._plain = CastState(ddp.process_group)
         if isinstance(self._state, HookState):
             self._state.bind(ddp)
-        self._state.observe(every=OBSERVED_STEPS, report=self._report)
-        self._first = max(start, WARM_UP)
+        self._held = start if hook == AUTO else 0  # steps before the hook is called
+        self._compressed = start  # the first compressed step
         if isinstance(self._state, AutoState):
-            self._first += (1 + self._state.repeats) * len(self._state.candidates)
+            self._compressed += FIRST_STEPS + (1 + self._state.repeats) * len(self._state.candidates)
+        self._first = self._compressed + WARM_UP
         self._end = self._first + measure // STRETCH * STRETCH
-        self._n_steps = 0
         self._began: float | None = None  # the time of the previous step, or of the second one of this stretch
 
-    @property
-    def n_steps(self) -> int:
-        """Number of steps so far."""
-        return self._n_steps
-
-    @property
-    def summary(self) -> str | None:
-        """What `auto_hook` has chosen, if it chooses."""
-        return self._state.summary() if isinstance(self._state, AutoState) else None
+    def release(self) -> None:
+        """Drop the state of the hook: the model is gone, or has another hook."""
+        if isinstance(self._state, AutoState):
+            self.summary = self._state.summary()
+        self._state = None
 
     def reduce(self, bucket: GradBucket) -> Future[torch.Tensor]:
         """Average a bucket."""
         if self.scripts is not None:
             state, hook = self.scripts
-            return hook(state, bucket)
+            return cast("Future[torch.Tensor]", hook(state, bucket))
         if bucket.index() == 0:
             self._begin_step(bucket.buffer().device)
-        if self._is_plain(self._n_steps - 1):
-            return allreduce_hook(self._plain, bucket)
+        if self._is_plain(self.n_steps - 1):
+            return torch_hooks.allreduce_hook(self._group, bucket)
         return self._hook(self._state, bucket)
 
     def _is_plain(self, step: int) -> bool:
         """Whether a step sends its gradients in full: stretches in the order A B B A, so that a drift cancels out."""
-        return self._first <= step < self._end and (step - self._first) // STRETCH % 4 in (0, 3)
+        return step < self._held or (self._first <= step < self._end and (step - self._first) // STRETCH % 4 in (0, 3))
 
     def _begin_step(self, device: torch.device) -> None:
-        step, now = self._n_steps, time.perf_counter()
-        if self._first <= step <= self._end and self._first < self._end:
+        step, now = self.n_steps, time.perf_counter()
+        self.n_steps += 1
+        is_compared = self._first < self._end
+        if step == self._compressed or (is_compared and step == self._end):
+            self._state.observe(every=OBSERVED_STEPS, report=self._report)
+        elif is_compared and step == self._first:
+            self._state.stop_observing()  # it takes time in compressed steps only
+        if is_compared and self._first <= step <= self._end:
             position = (step - self._first) % STRETCH
-            if position in (0, 1) and device.type == "cuda":  # the host runs ahead of the device
-                torch.cuda.synchronize(device)
+            if position > 1:
+                return
+            if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+                torch.cuda.synchronize(device)  # the host runs ahead of the device
                 now = time.perf_counter()
             if position == 0 and step > self._first and self._began is not None:
                 self.stretches.append((not self._is_plain(step - 1), (now - self._began) / (STRETCH - 1)))
-            if position in (0, 1):
-                self._began = now
-        else:
-            if self._began is not None and step > self._first:
-                self.step_seconds.append(now - self._began)
-            self._began = now
-        self._n_steps += 1
+        elif self._began is not None and step > self._compressed:
+            self.step_seconds.append(now - self._began)
+        self._began = now
 
-    def _report(self, metrics: Any) -> None:
+    def _report(self, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
             self.metrics.setdefault(name, []).append(value)
 
@@ -145,19 +150,21 @@ def compressed(hook: str, start: int = 2, measure: int = 0) -> Iterator[list[Com
     """Meanwhile, models that are wrapped in PyTorch's DistributedDataParallel get a hook; yields their list.
 
     The class stays the same, also for modules that have imported it. A model whose wrapper has a hook from the start
-    (``mixed_precision``) and gradwire's own class are left alone.
+    (``mixed_precision``), compiled autograd's Python reducer and gradwire's own class are left alone.
     """
     made: list[Compression] = []
     of: WeakKeyDictionary[TorchDDP, Compression] = WeakKeyDictionary()
-    initialize, register = TorchDDP.__init__, TorchDDP.register_comm_hook
+    initialize, register, register_builtin = (getattr(TorchDDP, name) for name in _PATCHED)
 
     @wraps(initialize)
     def __init__(self: TorchDDP, *args: Any, **kwargs: Any) -> None:
         initialize(self, *args, **kwargs)
-        if isinstance(self, OurDDP) or self._comm_hooks:
+        if isinstance(self, OurDDP) or self._comm_hooks or self._use_python_reducer:
             return
         compression = of[self] = Compression(self, hook, start, measure)
         register(self, compression, _reduce)
+        self._comm_hooks.clear()  # for the Python reducer only; copies and pickles of the model would hold the state
+        weakref.finalize(self, compression.release)
         made.append(compression)
 
     @wraps(register)
@@ -169,7 +176,10 @@ def compressed(hook: str, start: int = 2, measure: int = 0) -> Iterator[list[Com
         if compression.scripts is not None:
             raise RuntimeError("register_comm_hook was called twice; DistributedDataParallel takes one hook.")
         self._check_comm_hook(hook)
+        if isinstance(state, HookState):
+            state.bind(self)
         compression.scripts = state, hook
+        compression.release()
         name = getattr(hook, "__qualname__", repr(hook))
         warnings.warn(
             f"The script registers {name} on its {compression.model_name}, so gradwire run leaves this model to it: "
@@ -178,19 +188,29 @@ def compressed(hook: str, start: int = 2, measure: int = 0) -> Iterator[list[Com
             stacklevel=2,
         )
 
-    TorchDDP.__init__, TorchDDP.register_comm_hook = __init__, register_comm_hook  # type: ignore[method-assign]
+    @wraps(register_builtin)
+    def register_builtin_comm_hook(self: TorchDDP, kind: Any) -> None:
+        if self in of:
+            register_comm_hook(self, self.process_group, BUILTIN[kind])
+        else:
+            register_builtin(self, kind)
+
+    for name, method in zip(_PATCHED, (__init__, register_comm_hook, register_builtin_comm_hook), strict=True):
+        setattr(TorchDDP, name, method)
     try:
         yield made
     finally:
-        TorchDDP.__init__, TorchDDP.register_comm_hook = initialize, register  # type: ignore[method-assign]
+        for name, method in zip(_PATCHED, (initialize, register, register_builtin), strict=True):
+            setattr(TorchDDP, name, method)
 
 
 def report(made: Sequence[Compression]) -> str:
     """What `compressed` has measured on this rank."""
     if not made:
         return (
-            "gradwire run: the script wrapped no model in torch.nn.parallel.DistributedDataParallel, so nothing was "
-            "compressed. With FSDP2 or HSDP, call gradwire.attach(model, state) in the script."
+            "gradwire run: this process wrapped no model in torch.nn.parallel.DistributedDataParallel, so nothing was "
+            "compressed. Processes that the script starts itself are not covered. With FSDP2 or HSDP, call "
+            "gradwire.attach(model, state) in the script."
         )
     return "\n".join(line for each in made for line in _lines(each))
 
@@ -204,11 +224,12 @@ def _lines(compression: Compression) -> Iterator[str]:
     if compression.scripts is not None:
         yield "  not used: the script has registered a hook of its own"
         return
-    if compression.summary is not None:
+    compression.release()
+    if compression.summary:
         yield f"  {compression.summary}"
     values = {name: median(found) for name, found in compression.metrics.items()}
     if not values:
-        yield f"  too few steps to measure: one in {OBSERVED_STEPS} is"
+        yield f"  ended before a compressed step was measured; one in {OBSERVED_STEPS} is"
         return
     before, sent = values["gradient_bytes"], values["sent_bytes"]
     fewer = f": {before / sent:.3g} times fewer bytes" if 0 < sent < before else ""
@@ -226,19 +247,23 @@ def _lines(compression: Compression) -> Iterator[str]:
 
 def _comparison(stretches: Sequence[tuple[bool, float]], hook: str) -> str:
     """The gain, with an interval: each stretch without compression is compared with the one beside it."""
-    seconds = {kind: [time for is_compressed, time in stretches if is_compressed == kind] for kind in (True, False)}
-    gains = [math.log(plain / own) for plain, own in zip(seconds[False], seconds[True], strict=False)]
-    if len(gains) < MIN_PAIRS:
+    logs = [[math.log(seconds) for is_compressed, seconds in stretches if is_compressed == kind] for kind in (0, 1)]
+    pairs = list(zip(*logs, strict=False))
+    if len(pairs) < MIN_PAIRS:
         return f"  the script ended before {MIN_PAIRS} pairs of stretches were timed: no comparison"
-    draw = random.Random(0)
-    means = sorted(statistics.fmean(draw.choices(gains, k=len(gains))) for _ in range(RESAMPLES))
-    low, high = (math.exp(means[int(share * RESAMPLES)]) for share in (0.025, 0.975))
-    plain, own = (1e3 * statistics.median(seconds[kind]) for kind in (False, True))
+    gains = [plain - own for plain, own in pairs]
+    gain, half = statistics.fmean(gains), t_quantile(len(gains) - 1) * statistics.stdev(gains) / math.sqrt(len(gains))
+    plain, own = (1e3 * math.exp(statistics.fmean(each)) for each in zip(*pairs, strict=True))
+    ratio, low, high = (f"{math.exp(log):.3g}" for log in (gain, gain - half, gain + half))
     return (
-        f"  measured             {plain:.3g} ms a step without {hook}, {own:.3g} ms with it: "
-        f"{math.exp(statistics.fmean(gains)):.3g} times as fast (95 % interval {low:.3g} to {high:.3g}, "
-        f"{len(gains)} pairs of {STRETCH} steps)"
+        f"  measured             {plain:.3g} ms a step without {hook}, {own:.3g} ms with it: {ratio} times as fast "
+        f"(95 % interval {low} to {high}, {len(gains)} pairs of {STRETCH} steps)"
     )
+
+
+def t_quantile(freedom: int) -> float:
+    """The 97.5 % quantile of Student's t, within 1 % from 3 degrees of freedom on (Cornish-Fisher expansion)."""
+    return 1.96 + 2.372 / freedom + 2.823 / freedom**2 + 2.556 / freedom**3
 
 
 def _bytes(number: float) -> str:
@@ -252,7 +277,7 @@ def _bytes(number: float) -> str:
 def _add_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("gradwire")
     group.add_argument("--hook", required=True, choices=CHOICES, metavar="HOOK", help=f"one of {', '.join(CHOICES)}")
-    group.add_argument("--start", type=_at_least(0), default=2, metavar="STEP", help="first step to compress (2)")
+    group.add_argument("--start", type=_at_least(2), default=2, metavar="STEP", help="first step to compress (2)")
     group.add_argument(
         "--measure",
         type=_at_least(2 * STRETCH * MIN_PAIRS),
@@ -294,8 +319,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             else:
                 runpy.run_path(options.script, run_name="__main__")
         finally:
-            has_failed = isinstance(sys.exc_info()[1], Exception)
-            if int(os.environ.get("RANK", "0")) == 0 and (made or not has_failed):
+            error = sys.exc_info()[1]
+            has_ended = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
+            rank = made[0].rank if made else int(os.environ.get("RANK", "0"))
+            if rank == 0 and (made or has_ended):
                 print(report(made), file=sys.stderr, flush=True)
 
 
@@ -310,7 +337,11 @@ def options() -> argparse.ArgumentParser:
 
 def launch(arguments: Sequence[str]) -> None:
     """``gradwire run``: start `main` with a script in each process of torchrun."""
-    given = options().parse_args(arguments)
+    parser = options()
+    given = parser.parse_args(arguments)
+    if given.no_python:
+        parser.error("--no-python starts a program that is not a Python script; gradwire run needs a script")
+    given.run_path = False  # `main` runs the script in this way
     own = ["--hook", given.hook, "--start", str(given.start)]
     own += ["--measure", str(given.measure)] if given.measure else []
     own += ["--module"] if given.module else []

@@ -265,8 +265,11 @@ class QuantizedMessage:
             sizes.append((self.errors.numel(), self.errors.dtype))
         return sizes
 
-    def count(self, iteration: int) -> None:
-        """Set ``counter`` where random numbers need it, and no CUDA graph is captured: each replay would repeat it."""
+    def set_counter(self, iteration: int) -> None:
+        """Set ``counter`` to the number of the step, if random numbers need it.
+
+        Skipped while a CUDA graph is captured, because every replay would set the same number.
+        """
         is_random = self._stochastic or (self.errors is not None and self.errors.dtype == torch.bfloat16)
         if is_random and not is_capturing(self.counter.device):
             self.counter.fill_(iteration)
@@ -279,10 +282,10 @@ class QuantizedMessage:
         Args:
             source: the tensors to add up, real.
             target: the tensors that receive the result; may be ``source``.
-            iteration: the number of the step; see `count`.
+            iteration: the number of the step; see `set_counter`.
             buffers: memory for the step, as ``wires`` describes it. Overwritten.
         """
-        self.count(iteration)
+        self.set_counter(iteration)
         layout = self.message_layout
         # ``message`` serves twice: it is sent in the first shot, and gathered in the second.
         message, received, result = buffers[:3]
@@ -369,7 +372,7 @@ class QuantizedBucket(QuantizedMessage):
 
         Then a CUDA graph of an earlier step can be replayed, if both steps are in place or both are not.
         """
-        self.count(iteration)
+        self.set_counter(iteration)
         for section, members in zip(self.message_layout.sections, self._members, strict=True):
             section.table.segments.packed([source[i] for i in members])
             section.table.segments.packed_results([target[i] for i in members])

@@ -204,14 +204,17 @@ def reason(ready: Sequence[float], costs: Costs, plan: Sequence[str], min_gain: 
     def plan_ms(names: Sequence[str]) -> float:
         return predicted_ms(ready, [bucket[name] for bucket, name in zip(costs, names, strict=True)])
 
-    single = {name: plan_ms([name] * len(costs)) for name in costs[0]}
-    plain_name, plain_ms = next(iter(single.items()))
-    if set(plan) != {plain_name}:
+    plain = [next(iter(bucket)) for bucket in costs]
+    plain_ms = plan_ms(plain)
+    if list(plan) != plain:
         return (
             f"{plan_ms(plan):.3g} ms from the first gradient to the last result instead of {plain_ms:.3g} (predicted)"
         )
-    fastest = min(single, key=single.__getitem__)
-    if fastest == plain_name:
+    fastest = [min(bucket, key=lambda name, bucket=bucket: sum(bucket[name])) for bucket in costs]  # type: ignore[misc]
+    gain = plain_ms / plan_ms(fastest)
+    if gain <= 1:
         return "no candidate is faster"
-    gain = plain_ms / single[fastest]
-    return f"{fastest} is only {gain:.3g} times as fast (predicted), below min_gain={min_gain:g}"
+    names = " and ".join(dict.fromkeys(fastest))
+    if gain < min_gain:
+        return f"{names} would be {gain:.4g} times as fast (predicted), less than min_gain={min_gain:g}"
+    return f"{names} would be {gain:.4g} times as fast (predicted), within the tolerance of {TOLERANCE - 1:.0%}"

@@ -64,8 +64,8 @@ class AutoState(HookState):
     The first two steps use the plain all-reduce. Then each candidate is timed for ``1 + repeats`` steps, on copies of
     the gradients. The gradients themselves take the plain all-reduce, so results do not change. These steps are slower
     than others, because each bucket is timed on its own. A model of the overlap with the backward pass then chooses a
-    candidate for each bucket, from the times of the slowest rank, and training continues with it. The choice is logged,
-    equal on all ranks, and saved by `state_dict`, so that a resumed run does not measure again.
+    candidate for each bucket, from the times of the slowest rank, and training continues with it. All ranks make
+    the same choice. Rank 0 logs it, and `state_dict` saves it, so that a resumed run does not measure again.
 
     Only time is measured, not accuracy. PowerSGD at a low rank may take more steps to the same loss than quantization;
     list only candidates whose accuracy you trust.
@@ -160,6 +160,8 @@ class AutoState(HookState):
 
     def summary(self) -> str:
         """What was chosen and why, in one line; before the choice, in which step it will be made."""
+        if len(self.candidates) == 1 and not self.plan:
+            return "auto_hook sends all gradients uncompressed: plain is the only candidate"
         if not self.plan:
             step = self._first_trial + (WARM_UP + self.repeats) * len(self.candidates)
             names = ", ".join(self.candidates)

@@ -184,14 +184,15 @@ _NEAREST = {
 
 def accuracy_of(hook: str) -> str:
     """What is known of a hook's accuracy, as a sentence."""
-    measured = hook if hook in STEPS_TO_TARGET else _NEAREST.get(hook)
-    if measured is None:
-        return "Its gradients are exact up to the order of additions."
-    steps = f"took {STEPS_TO_TARGET[measured]:.2f} times the steps to the same loss on a GPT with 2.3 M parameters"
+    if hook == "allreduce":
+        return "allreduce sends exact gradients."
+    measured = hook if hook in STEPS_TO_TARGET else _NEAREST[hook]
+    steps = f"{STEPS_TO_TARGET[measured]:.2f} times the steps to the same loss on a GPT with 2.3 M parameters"
     if measured == hook:
-        return f"It {steps}. Check the loss of your own model."
+        return f"{hook} took {steps}. Check the loss of your own model."
     return (
-        f"Its accuracy was not measured; the most similar hook, {measured}, {steps}. Check the loss of your own model."
+        f"The accuracy of {hook} was not measured; the most similar hook, {measured}, took {steps}. Check the loss of "
+        "your own model."
     )
 
 

@@ -58,4 +58,4 @@ def test_table_shows_the_fastest_other_implementation(lane, tmp_path):
     assert links.rows == [["fp16, link of 10gbit", "5.0", "20.0", "4.00x"]]
     assert [r.p50 for r in records if r.metric == "host waits"] == [0, 1]
     assert kernels.title == "Kernels on a bucket, a GPU"
-    assert all(len(each) == len(table.headers) for table in (kernels, hooks) for each in table.rows)
+    assert all(len(each) == len(table.headers) for table in (kernels, hooks, links) for each in table.rows)

@@ -104,13 +104,22 @@ def test_choice_thresholds_are_exactly_min_gain_and_the_tolerance(plain, int8, m
     ("plain", "int4", "min_gain", "expected"),
     [
         (100, 40, 1.05, "40 ms from the first gradient to the last result instead of 100 (predicted)"),
-        (103, 100, 1.05, "int4 is only 1.03 times as fast (predicted), below min_gain=1.05"),
+        (103, 100, 1.05, "int4 would be 1.03 times as fast (predicted), less than min_gain=1.05"),
+        (101, 100, 1, "int4 would be 1.01 times as fast (predicted), within the tolerance of 2%"),
         (100, 103, 1.05, "no candidate is faster"),
     ],
 )
 def test_reason_of_a_choice_is_one_sentence(plain, int4, min_gain, expected):
     exchange_costs = [{"plain": Cost(0, plain, 0), "int4": Cost(0, int4, 0)}]
     assert reason([0], exchange_costs, choose([0], exchange_costs, min_gain), min_gain) == expected
+
+
+def test_reason_names_the_fastest_candidate_of_each_bucket():
+    costs = [{"plain": Cost(0, 10, 0), "int4": Cost(0, 9.9, 0), "bf16": Cost(0, 30, 0)}]
+    costs += [{"plain": Cost(0, 10, 0), "int4": Cost(0, 30, 0), "bf16": Cost(0, 9.9, 0)}]
+    chosen = choose([0, 0], costs, 1.05)
+    assert chosen == ["plain", "plain"]
+    assert reason([0, 0], costs, chosen, 1.05).startswith("int4 and bf16 would be 1.01 times as fast")
 
 
 @pytest.mark.parametrize(
@@ -261,6 +270,10 @@ def test_only_the_choice_is_logged_with_its_reason_by_rank_0():
     assert before == [], "a trial reads as if training were compressed"
     assert state.summary().startswith(f"auto_hook has chosen powersgd-r1 for {len(state.plan)} parameters: ")
     assert state.summary().endswith(" (predicted)")
+    assert (
+        AutoState(candidates=("plain",)).summary()
+        == "auto_hook sends all gradients uncompressed: plain is the only candidate"
+    )
     said = [each for each in records if each.startswith("auto_hook")]
     assert said == [state.summary()] * (dist.get_rank() == 0)
     given = AutoState(plan=state.plan)

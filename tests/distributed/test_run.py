@@ -1,14 +1,16 @@
 """``gradwire run``: an unchanged script trains as with the hook registered in it, and is told what happened."""
 
+import gc
 import os
 import re
 import subprocess
 import sys
-import textwrap
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
@@ -18,7 +20,6 @@ from gradwire.planner.hook_registry import HOOKS
 from tests.support.bits import assert_same_bits
 from tests.support.ranks import on_ranks
 from tests.support.training import SMALL, build, train, train_steps
-from tests.support.zoo import Mlp
 
 HANG_LIMIT = 600  # seconds
 
@@ -37,7 +38,7 @@ for _ in range(25):
     optimizer.zero_grad()
     model(torch.randn(8, 64)).square().mean().backward()
     optimizer.step()
-print(__name__, sys.argv[1:], flush=True)
+print(f"{__name__} {sys.argv[1:]}", flush=True)
 dist.destroy_process_group()
 """
 
@@ -83,36 +84,77 @@ def test_hook_of_the_script_wins():
     assert "not used" in run.report(made)
 
 
-def test_wrappers_with_a_hook_from_the_start_are_left_alone(world_of_one):
+def test_gradwires_class_and_later_wrappers_are_left_alone(world_of_one):
     with run.compressed("int4") as made:
         gradwire.DistributedDataParallel(torch.nn.Linear(2, 2))
         assert made == []
-        DistributedDataParallel(torch.nn.Linear(2, 2))
+        ddp = DistributedDataParallel(torch.nn.Linear(2, 2))
         assert len(made) == 1
     DistributedDataParallel(torch.nn.Linear(2, 2))
     assert len(made) == 1, "the class is as before"
+    assert ddp._comm_hooks == [], "a copy or a pickle of the model holds no state of the hook"
+    del ddp
+    gc.collect()
+    assert made[0]._state is None, "its error memory is freed with the model"
 
 
 @on_ranks(2)
-def test_stretches_alternate_and_give_an_interval():
-    n_steps = run.WARM_UP + 60 + 5
+def test_built_in_hook_of_the_script_wins():
+    with run.compressed("int4") as made:
+        ddp = DistributedDataParallel(build("mlp"))
+        with pytest.warns(run.HookReplacedWarning, match="registers fp16_compress_hook on its Mlp"):
+            ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+        own = train_steps(ddp, 3)
+    plain = DistributedDataParallel(build("mlp"))
+    plain.register_comm_hook(None, torch_hooks.fp16_compress_hook)
+    assert_same_bits(own, train_steps(plain, 3))
+    assert "not used" in run.report(made)
+
+
+@on_ranks(2)
+def test_stretches_alternate_without_telemetry_and_give_an_interval():
+    first, n_steps = 2 + run.WARM_UP, 100
     sent = []
-    with run.compressed("int4", measure=60) as made:
-        plain = mock.Mock(wraps=run.allreduce_hook)
-        with mock.patch.object(run, "allreduce_hook", plain):
-            ddp = DistributedDataParallel(Mlp(), bucket_cap_mb=1)
-            for _ in range(n_steps):
-                train_steps(ddp, 1)
-                sent.append(plain.call_count)
+    plain = mock.Mock(wraps=torch_hooks.allreduce_hook)
+    with run.compressed("int4", measure=n_steps) as made, mock.patch.object(run.torch_hooks, "allreduce_hook", plain):
+        ddp = DistributedDataParallel(build("mlp"), bucket_cap_mb=1)
+        observed = []
+        for _ in range(first + n_steps + 12):
+            train_steps(ddp, 1)
+            sent.append(plain.call_count)
+            observed.append(made[0]._state._telemetry is not None)
     (compression,) = made
-    assert [kind for kind, _ in compression.stretches] == [False, True, True, False, False, True]
+    kinds = [False, True, True, False] * 2 + [False, True]
+    assert [kind for kind, _ in compression.stretches] == kinds
     is_plain = [after > before for before, after in zip([0, *sent], sent, strict=False)]
-    tens = [is_plain[first : first + run.STRETCH] for first in range(run.WARM_UP, run.WARM_UP + 60, run.STRETCH)]
-    assert [set(each) for each in tens] == [{True}, {False}, {False}, {True}, {True}, {False}]
-    assert not any(is_plain[: run.WARM_UP] + is_plain[-5:])
+    tens = [is_plain[at : at + run.STRETCH] for at in range(first, first + n_steps, run.STRETCH)]
+    assert [set(each) for each in tens] == [{not kind} for kind in kinds]
+    assert not any(is_plain[:first] + is_plain[first + n_steps :])
+    assert not any(observed[first : first + n_steps])
+    assert len(compression.metrics["step"]) == 3, "two before, one after"
     text = run.report(made)
-    gain, low, high = re.search(r"(\S+) times as fast \(95 % interval (\S+) to (\S+), 3 pairs of 10", text).groups()
+    own, other, gain, low, high = re.search(
+        r"(\S+) ms a step without int4, (\S+) ms with it: (\S+) times as fast \(95 % interval (\S+) to (\S+), 5 pairs",
+        text,
+    ).groups()
     assert float(low) <= float(gain) <= float(high)
+    assert float(own) / float(other) == pytest.approx(float(gain), rel=0.02)
+
+
+@on_ranks(2)
+def test_auto_measures_from_the_start_step_on():
+    with run.compressed("auto", start=6) as made:
+        ddp = DistributedDataParallel(build("mlp"))
+        train_steps(ddp, 6)
+        assert made[0]._state.iter == 0
+        train_steps(ddp, 1)
+        assert made[0]._state.iter == 1
+        assert "too few" not in run.report(made) and "ended before a compressed step" in run.report(made)
+
+
+@pytest.mark.parametrize(("freedom", "expected"), [(4, 2.776), (9, 2.262), (30, 2.042)])
+def test_quantiles_are_students(freedom, expected):
+    assert run.t_quantile(freedom) == pytest.approx(expected, rel=0.01)
 
 
 def test_interval_contains_the_gain_of_noisy_stretches_and_is_narrow():
@@ -145,18 +187,24 @@ def test_script_runs_as_main_with_its_arguments_and_a_report(tmp_path, command, 
     assert re.search(r"error / gradient +\S+ at first", errors)
 
 
-def test_script_without_ddp_is_told_so_and_keeps_its_exit_status(tmp_path):
+@pytest.mark.parametrize("status", [0, 3])
+def test_script_without_ddp_is_told_so_and_keeps_its_exit_status(tmp_path, status):
     path = tmp_path / "train.py"
-    path.write_text(
-        textwrap.dedent("""
-        import helper
-        raise SystemExit(helper.STATUS)
-    """)
+    path.write_text("import helper\nraise SystemExit(helper.STATUS)")
+    (tmp_path / "helper.py").write_text(f"STATUS = {status}")
+    code, _, errors = call("-m", "gradwire.run", "--hook", "int4", str(path))
+    assert code == status
+    assert ("wrapped no model" in errors and "gradwire.attach" in errors) == (status == 0)
+
+
+def test_module_and_error_of_a_script_are_as_without_it(tmp_path, monkeypatch):
+    (tmp_path / "training.py").write_text(
+        "import sys\nprint(__name__, sys.argv[1:])\nraise ValueError('of the script')"
     )
-    (tmp_path / "helper.py").write_text("STATUS = 3")
-    status, _, errors = call("-m", "gradwire.run", "--hook", "int4", str(path))
-    assert status == 3
-    assert "wrapped no model" in errors and "gradwire.attach" in errors
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    code, output, errors = call("-m", "gradwire.run", "--hook", "int4", "-m", "training", "-x")
+    assert (code, output) == (1, "__main__ ['-x']\n")
+    assert errors.endswith("ValueError: of the script\n")
 
 
 @pytest.mark.parametrize(
@@ -164,8 +212,8 @@ def test_script_without_ddp_is_told_so_and_keeps_its_exit_status(tmp_path):
     [
         (["train.py"], "required: --hook"),
         (["--hook", "int5", "train.py"], "invalid choice: 'int5'"),
-        (["--hook", "int4", "--measure", "20", "train.py"], "'20' is not a whole number of steps, at least 60"),
-        (["--hook", "int4", "--start", "-1", "train.py"], "at least 0"),
+        (["--hook", "int4", "--measure", "20", "train.py"], "'20' is not a whole number of steps, at least 100"),
+        (["--hook", "powersgd-r4", "--start", "1", "train.py"], "at least 2"),
         (["--hook", "int4"], "required: SCRIPT"),
     ],
 )
@@ -173,3 +221,9 @@ def test_bad_options_are_named(capsys, arguments, message):
     with pytest.raises(SystemExit, match="2"):
         run.main(arguments)
     assert message in capsys.readouterr().err
+
+
+def test_program_that_is_no_script_is_refused(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        run.launch(["--no-python", "--hook", "int4", "train"])
+    assert "gradwire run needs a script" in capsys.readouterr().err
