@@ -1,6 +1,7 @@
 """The ordinary lane runs every pair of a test's parameter values; cases that add no pair to it are slow.
 
-World sizes count alone: every test runs in each, but not every hook in each. The sizes take turns.
+If more than `MOST_CASES` remain, it runs every value, not every pair. World sizes count alone: every test runs in each,
+but not every hook in each. The sizes take turns.
 """
 
 from collections import Counter, defaultdict
@@ -21,18 +22,27 @@ def mark_surplus_cases(items):
 
 
 WORLD = "world"
+MOST_CASES = 12  # of a test, for pairs
 
 
 def surplus(cases):
     """Indices of the cases, given as dictionaries of parameters, whose pairs of values are in the others."""
     worlds = [case.get(WORLD) for case in cases]
-    return sorted(set(range(len(cases))) - _covering([_pairs_of(case) for case in cases], worlds))
+    chosen = _covering([_values_of(case) | _pairs_of(case) for case in cases], worlds)
+    if len(chosen) > MOST_CASES:
+        chosen = _covering([_values_of(case) for case in cases], worlds)
+    return sorted(set(range(len(cases))) - chosen)
+
+
+def _values_of(parameters):
+    return {(name, type(value), _hashable(value)) for name, value in parameters.items()}
 
 
 def _pairs_of(parameters):
-    """The values of a case's parameters, alone and in pairs; the world size only alone."""
-    axes = [(name, type(value), _hashable(value)) for name, value in sorted(parameters.items(), key=itemgetter(0))]
-    return {*combinations(axes, 1), *combinations([axis for axis in axes if axis[0] != WORLD], 2)}
+    """The pairs of values, without the world size."""
+    return set(
+        combinations(sorted(_values_of({n: v for n, v in parameters.items() if n != WORLD}), key=itemgetter(0)), 2)
+    )
 
 
 def _hashable(value):
