@@ -1,7 +1,7 @@
 """The ordinary lane runs every pair of a test's parameter values; cases that add no pair to it are slow.
 
-If more than `MOST_CASES` remain, it runs every value, not every pair. World sizes count alone: every test runs in each,
-but not every hook in each. The sizes take turns.
+If more than `MOST_CASES` remain, it runs every value, not every pair; the values of a parameter take turns. World sizes
+count alone: every test runs in each, but not every hook in each.
 """
 
 from collections import Counter, defaultdict
@@ -26,11 +26,11 @@ MOST_CASES = 12  # of a test, for pairs
 
 
 def surplus(cases):
-    """Indices of the cases, given as dictionaries of parameters, whose pairs of values are in the others."""
-    worlds = [case.get(WORLD) for case in cases]
-    chosen = _covering([_values_of(case) | _pairs_of(case) for case in cases], worlds)
+    """Indices of the cases, given as dictionaries of parameters, whose values or pairs of values are in the others."""
+    values, pairs = [_values_of(case) for case in cases], [_pairs_of(case) for case in cases]
+    chosen = _covering([own | own_pairs for own, own_pairs in zip(values, pairs, strict=True)], values)
     if len(chosen) > MOST_CASES:
-        chosen = _covering([_values_of(case) for case in cases], worlds)
+        chosen = _covering(values, values)
     return sorted(set(range(len(cases))) - chosen)
 
 
@@ -53,14 +53,17 @@ def _hashable(value):
     return value
 
 
-def _covering(sets, worlds):
-    """Indices of sets whose union is that of all. Greedy: each adds the most elements; among equals, the first in the
-    world that was chosen least.
+def _covering(sets, values):
+    """Indices of sets whose union is that of all. Greedy: each adds the most elements; among equals, the first of those
+    whose values were chosen least, so that values take turns.
     """
     missing, chosen, counts = set().union(*sets), set(), Counter()
     while missing:
-        best = max(range(len(sets)), key=lambda index: (len(sets[index] & missing), -counts[worlds[index]]))
+        best = max(
+            range(len(sets)),
+            key=lambda index: (len(sets[index] & missing), -sum(counts[value] for value in values[index])),
+        )
         chosen.add(best)
-        counts[worlds[best]] += 1
+        counts.update(values[best])
         missing -= sets[best]
     return chosen
