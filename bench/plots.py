@@ -14,12 +14,11 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from gradwire.bench import converge, demo, kernels, network
 from gradwire.bench.implementations import GRADWIRE, PYTORCH
-from gradwire.bench.record import Metric, Record, replacing, unique
+from gradwire.bench.record import Metric, Record, format_bytes, replacing, unique
 from gradwire.bench.tables import (
     count,
     find,
     format_bandwidth,
-    format_bytes,
     format_link,
     format_number,
     groups_of,

@@ -22,8 +22,8 @@ from typing import NamedTuple
 import torch
 
 from gradwire.bench.namespaces import Rate
-from gradwire.bench.record import Metric, Record
-from gradwire.bench.tables import Table, format_bytes, format_number, format_rate, groups_of, median_of
+from gradwire.bench.record import Metric, Record, format_bytes
+from gradwire.bench.tables import Table, format_number, format_rate, groups_of, median_of
 from gradwire.kernels import WIRE_FORMATS
 from gradwire.kernels.quantize import (
     commit_errors_bytes,

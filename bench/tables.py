@@ -12,7 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from gradwire.bench.record import Record, unique
+from gradwire.bench.record import Record, format_bytes, unique
 
 Group = Sequence[Record]  # the records of one row
 Cell = Callable[[Group], str]
@@ -161,15 +161,6 @@ def format_value(metric: str, number: float | None) -> str:
     if metric.endswith("(%)"):
         return f"{number:.1f}"
     return f"{number:.4f}" if metric.endswith("loss") else format_number(number)
-
-
-def format_bytes(count: float) -> str:
-    """Format a number of bytes in decimal units with three digits: 1.23 MB."""
-    for unit in ("B", "kB", "MB"):
-        if count < 999.5:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} GB"
 
 
 def format_number(number: float) -> str:

@@ -24,7 +24,8 @@ from rich.console import Console
 
 from gradwire._version import __version__
 from gradwire.bench.models import JOBS
-from gradwire.bench.tables import Table, count, format_bandwidth, format_bytes, print_tables
+from gradwire.bench.record import format_bytes
+from gradwire.bench.tables import Table, count, format_bandwidth, print_tables
 from gradwire.bench.timing import backend_of, bench_device
 from gradwire.cli.options import MAX_RANKS, finite, parse_hooks, parse_rate
 from gradwire.planner import jobs

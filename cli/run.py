@@ -27,6 +27,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_h
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from gradwire.bench.record import format_bytes
 from gradwire.hooks._bucket import GradBucket
 from gradwire.hooks.auto_hook import FIRST_STEPS, AutoState, auto_hook
 from gradwire.hooks.default_hooks import CastState
@@ -205,7 +206,7 @@ def compressed(hook: str, start: int = 2, measure: int = 0) -> Iterator[list[Com
 
 
 def report(made: Sequence[Compression]) -> str:
-    """What `compressed` has measured on this rank."""
+    """The text that rank 0 prints at the end: the measurements of each model of `compressed`."""
     if not made:
         return (
             "gradwire run: this process wrapped no model in torch.nn.parallel.DistributedDataParallel, so nothing was "
@@ -233,7 +234,7 @@ def _lines(compression: Compression) -> Iterator[str]:
         return
     before, sent = values["gradient_bytes"], values["sent_bytes"]
     fewer = f": {before / sent:.3g} times fewer bytes" if 0 < sent < before else ""
-    yield f"  sent in a step       {_bytes(sent)} instead of {_bytes(before)}{fewer}"
+    yield f"  sent in a step       {format_bytes(sent)} instead of {format_bytes(before)}{fewer}"
     if compression.step_seconds:
         yield f"  time of a step       {1e3 * median(compression.step_seconds):.3g} ms"
     parts = ", ".join(f"{name} {values[f'{name}_ms']:.3g} ms" for name in ("encode", "wire", "decode"))
@@ -246,7 +247,7 @@ def _lines(compression: Compression) -> Iterator[str]:
 
 
 def _comparison(stretches: Sequence[tuple[bool, float]], hook: str) -> str:
-    """The gain, with an interval: each stretch without compression is compared with the one beside it."""
+    """The speed-up with its 95 % interval, from pairs of neighboring stretches with and without compression."""
     logs = [[math.log(seconds) for is_compressed, seconds in stretches if is_compressed == kind] for kind in (0, 1)]
     pairs = list(zip(*logs, strict=False))
     if len(pairs) < MIN_PAIRS:
@@ -264,14 +265,6 @@ def _comparison(stretches: Sequence[tuple[bool, float]], hook: str) -> str:
 def t_quantile(freedom: int) -> float:
     """The 97.5 % quantile of Student's t, within 1 % from 3 degrees of freedom on (Cornish-Fisher expansion)."""
     return 1.96 + 2.372 / freedom + 2.823 / freedom**2 + 2.556 / freedom**3
-
-
-def _bytes(number: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if number < 1000:
-            return f"{number:.3g} {unit}"
-        number /= 1000
-    return f"{number:.3g} GB"
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:

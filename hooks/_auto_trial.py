@@ -3,6 +3,7 @@
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple, cast
 
@@ -175,6 +176,16 @@ def predicted_ms(ready: Sequence[float], costs: Sequence[Cost]) -> float:
     return max(exchange_ends(ready, times)[-1], busy_until(ready, times))
 
 
+def _plan_ms(ready: Sequence[float], costs: Costs, plan: Sequence[str]) -> float:
+    """`predicted_ms` if each bucket takes its candidate in ``plan``."""
+    return predicted_ms(ready, [bucket[name] for bucket, name in zip(costs, plan, strict=True)])
+
+
+def _fastest(costs: Costs) -> list[str]:
+    """The candidate of each bucket that is the fastest on its own."""
+    return [min(bucket, key=lambda name, bucket=bucket: sum(bucket[name])) for bucket in costs]  # type: ignore[misc]
+
+
 def choose(ready: Sequence[float], costs: Costs, min_gain: float) -> list[str]:
     """The candidate of each bucket: the most precise ones that are about as fast as the fastest.
 
@@ -184,11 +195,9 @@ def choose(ready: Sequence[float], costs: Costs, min_gain: float) -> list[str]:
         min_gain: smallest speed-up over the plain candidate for which to compress.
     """
 
-    def plan_ms(plan: Sequence[str]) -> float:
-        return predicted_ms(ready, [bucket[name] for bucket, name in zip(costs, plan, strict=True)])
-
+    plan_ms = partial(_plan_ms, ready, costs)
     plain = [next(iter(bucket)) for bucket in costs]
-    fastest = [min(bucket, key=lambda name, bucket=bucket: sum(bucket[name])) for bucket in costs]  # type: ignore[misc]
+    fastest = _fastest(costs)
     limit = TOLERANCE * plan_ms(fastest)
     if min_gain * limit > TOLERANCE * plan_ms(plain):
         return plain
@@ -201,16 +210,14 @@ def choose(ready: Sequence[float], costs: Costs, min_gain: float) -> list[str]:
 def reason(ready: Sequence[float], costs: Costs, plan: Sequence[str], min_gain: float) -> str:
     """Why `choose` has returned ``plan``, in one sentence."""
 
-    def plan_ms(names: Sequence[str]) -> float:
-        return predicted_ms(ready, [bucket[name] for bucket, name in zip(costs, names, strict=True)])
-
+    plan_ms = partial(_plan_ms, ready, costs)
     plain = [next(iter(bucket)) for bucket in costs]
     plain_ms = plan_ms(plain)
     if list(plan) != plain:
         return (
             f"{plan_ms(plan):.3g} ms from the first gradient to the last result instead of {plain_ms:.3g} (predicted)"
         )
-    fastest = [min(bucket, key=lambda name, bucket=bucket: sum(bucket[name])) for bucket in costs]  # type: ignore[misc]
+    fastest = _fastest(costs)
     gain = plain_ms / plan_ms(fastest)
     if gain <= 1:
         return "no candidate is faster"

@@ -183,7 +183,7 @@ _NEAREST = {
 
 
 def accuracy_of(hook: str) -> str:
-    """What is known of a hook's accuracy, as a sentence."""
+    """A sentence on the measured accuracy of a hook, or of the most similar one that was measured."""
     if hook == "allreduce":
         return "allreduce sends exact gradients."
     measured = hook if hook in STEPS_TO_TARGET else _NEAREST[hook]

@@ -7,8 +7,8 @@ from statistics import median
 
 from gradwire.bench.converge import target_of, to_target
 from gradwire.bench.implementations import GRADWIRE, PYTORCH
-from gradwire.bench.record import Metric, Record, unique
-from gradwire.bench.tables import Table, count, find, format_bytes, format_number, format_rate, median_of
+from gradwire.bench.record import Metric, Record, format_bytes, unique
+from gradwire.bench.tables import Table, count, find, format_number, format_rate, median_of
 from gradwire.planner.hook_registry import display_name
 from tools.rounding import BITS, RELATIVE_ERROR, RELATIVE_ERROR_OF_STEPS, RING, STEPS_WORLD_SIZE, TWO_SHOT
 
