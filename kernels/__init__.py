@@ -9,7 +9,7 @@ Each family has a reference in plain PyTorch, Triton kernels, and CPU paths wher
     quantize           gradients <-> messages of 1 to 32 bits an element, block by block, with error feedback
 
 A family's Triton kernels are in ``NAME_triton``. `segment_table`, `block_table` and `matrix_table` describe a bucket to
-the kernels, `program_table` decodes these tables, and `dispatch` chooses the implementation.
+the kernels, and `dispatch` chooses the implementation.
 """
 
 from gradwire.kernels.block_table import (
@@ -55,7 +55,6 @@ from gradwire.kernels.matrix_table import (
     Uncompressed,
 )
 from gradwire.kernels.orthogonalize import orthogonalize, orthogonalize_bytes, orthogonalize_reference
-from gradwire.kernels.program_table import is_capturing, upload
 from gradwire.kernels.quantize import (
     commit_errors,
     commit_errors_bytes,
@@ -78,8 +77,10 @@ from gradwire.kernels.segment_table import (
     SegmentTable,
     as_real,
     gradient_layout,
+    is_capturing,
     layout_in_dtype,
     memory_order,
+    upload,
 )
 from gradwire.kernels.wire_formats import WIRE_FORMATS, Rounding, WireFormat
 

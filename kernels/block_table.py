@@ -29,8 +29,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from gradwire.kernels.program_table import upload
-from gradwire.kernels.segment_table import Run, SegmentTable, cut_runs
+from gradwire.kernels.segment_table import Run, SegmentTable, cut_runs, upload
 from gradwire.kernels.wire_formats import SCALE_BYTES, Blocks, WireFormat
 
 HEADER_BYTES = 16

@@ -15,8 +15,6 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
-from gradwire.kernels.dispatch import jit, tl
-
 # Signed 64-bit numbers: torch has no unsigned arithmetic.
 GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
@@ -54,32 +52,3 @@ def uniform(key: int, step: Tensor, index: Tensor) -> Tensor:
         index: int64, any shape.
     """
     return (random_bits(key, step, index).to(torch.float32) * 2.0**-23 - 1) + 2.0**-24
-
-
-@jit
-def _mix_triton(x):
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
-    return x ^ (x >> 31)
-
-
-@jit
-def random_bits_triton(
-    key,
-    step,
-    index,  # [BLOCK]
-):
-    """`random_bits` in Triton: uint64, [BLOCK]. All arguments are int64."""
-    gamma: tl.constexpr = 0x9E3779B97F4A7C15
-    stream = _mix_triton(key.to(tl.uint64, bitcast=True) + step.to(tl.uint64, bitcast=True) * gamma)
-    return _mix_triton(stream + (index + 1).to(tl.uint64, bitcast=True) * gamma) >> 40
-
-
-@jit
-def uniform_triton(
-    key,
-    step,
-    index,  # [BLOCK]
-):
-    """`uniform` in Triton: fp32, [BLOCK]. All arguments are int64."""
-    return (random_bits_triton(key, step, index).to(tl.float32) * 1.1920928955078125e-07 - 1.0) + 5.9604644775390625e-08

@@ -1,67 +1,37 @@
-"""Triton where it is installed, and the choice between Triton kernels, CPU paths and references.
+"""The choice between Triton kernels, CPU paths and references.
 
 Triton kernels run on a GPU or in Triton's interpreter. The environment variable ``GRADWIRE_KERNELS`` overrides the
-choice: ``auto`` (the default), ``triton``, or ``torch``. Without Triton, the kernel files can be imported, and their
-kernels cannot be launched.
+choice: ``auto`` (the default), ``triton``, or ``torch``. Triton, and the files ``*_triton`` with the kernels, are
+imported at the first launch: they take longer to import than all other files together.
 """
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable
 from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-try:
-    import triton
-    import triton.language
-
-    HAS_TRITON = True
-    jit: Any = triton.jit
-    tl: Any = triton.language
-except ModuleNotFoundError as error:
-    if error.name != "triton":
-        raise
-    HAS_TRITON = False
-    jit = staticmethod
-    tl = None
-
+HAS_TRITON = find_spec("triton") is not None
 CHOICES = ("auto", "triton", "torch")
 WIRE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
-
-def kernel(function: Any) -> Any:
-    """`triton.jit` for a function that is launched. Its pointers are named ``*_ptr``.
-
-    Triton compiles a kernel anew for an integer argument that is 1, a multiple of 16, or neither. The counts that our
-    kernels take gain nothing from it, and differ between the buckets of a model: every new combination would stop
-    training for a compilation. Here only pointers (by their alignment) and constexprs are specialized.
-    """
-    if not HAS_TRITON:
-        return jit(function)
-    scalars = [
-        name
-        for name, parameter in inspect.signature(function).parameters.items()
-        if not name.endswith("_ptr") and "constexpr" not in str(parameter.annotation)
-    ]
-    return jit(function, do_not_specialize=scalars)
-
-
-@jit
-def _probe_kernel() -> None:
-    """Never launched: its type tells how Triton decorates kernels."""
+_LAUNCHERS: dict[Callable[..., object], Any] = {}  # of Triton kernels, by their references
 
 
 @cache
 def is_interpreted() -> bool:
     """Whether Triton kernels run in Triton's interpreter, which takes CPU tensors (``TRITON_INTERPRET=1``)."""
-    return HAS_TRITON and type(_probe_kernel).__name__ == "InterpretedFunction"
+    if not HAS_TRITON or "TRITON_INTERPRET" not in os.environ:
+        return False
+    return bool(import_module("triton").knobs.runtime.interpret)
 
 
 @cache
@@ -95,11 +65,23 @@ def use_triton(device: torch.device) -> bool:
 
 
 def choose(
-    device: torch.device, triton: Function, cpu: Function, reference: Function, takes_triton: bool = True
+    device: torch.device, triton_file: str, cpu: Function, reference: Function, takes_triton: bool = True
 ) -> Function:
-    """The implementation for tensors of ``device``; the Triton kernels only if they accept the operands."""
+    """The implementation for tensors of ``device``.
+
+    Args:
+        device: device of the operands.
+        triton_file: file of the Triton kernels; they are launched by its function ``NAME_triton``.
+        cpu: the CPU path.
+        reference: the function ``NAME_reference``, for other devices without Triton.
+        takes_triton: whether the Triton kernels accept the operands.
+    """
     if takes_triton and use_triton(device):
-        return triton
+        if reference not in _LAUNCHERS:
+            module = import_module(f"gradwire.kernels.{triton_file}")
+            _LAUNCHERS[reference] = getattr(module, reference.__name__.replace("_reference", "_triton"))
+        launcher: Function = _LAUNCHERS[reference]
+        return launcher
     return cpu if device.type == "cpu" else reference
 
 
@@ -113,18 +95,6 @@ def compute_dtype(*dtypes: torch.dtype) -> torch.dtype:
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
-def triton_dtype(dtype: torch.dtype) -> object:
-    """The Triton type of a torch dtype."""
-    return getattr(tl, str(dtype).removeprefix("torch."))
-
-
 def narrow_reference(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Cast from the dtype of the arithmetic. fp64 is rounded to fp32 on its way to 16 bits, as in PyTorch."""
     return x if dtype == torch.float64 else x.to(torch.float32).to(dtype)
-
-
-@jit
-def narrow(x, DTYPE: tl.constexpr):
-    """`narrow_reference` in Triton."""
-    # A single return: Triton type-checks every return, even one that a constexpr rules out.
-    return x if DTYPE == tl.float64 else x.to(tl.float32).to(DTYPE)

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from gradwire.kernels.dispatch import choose, compute_dtype, narrow_reference
-from gradwire.kernels.flatten_triton import flatten_triton, unflatten_triton
 from gradwire.kernels.segment_table import Fitting, SegmentTable, memory_order
 
 
@@ -189,7 +188,7 @@ def flatten(
         return out
     largest = min(torch.finfo(out.dtype).max, torch.finfo(compute_dtype(table.dtype)).max)
     finite_limit = largest if limit is None else min(limit, largest)
-    run = choose(out.device, flatten_triton, flatten_cpu, flatten_reference)
+    run = choose(out.device, "flatten_triton", flatten_cpu, flatten_reference)
     run(tensors, table, out, scale, finite_limit, counters)
     return out
 
@@ -221,5 +220,5 @@ def unflatten(
         tensors = Fitting(tensors, table)
     table.check(tensors, wire)
     if table.numel > 0:
-        run = choose(wire.device, unflatten_triton, unflatten_cpu, unflatten_reference)
+        run = choose(wire.device, "flatten_triton", unflatten_cpu, unflatten_reference)
         run(wire, tensors, table, scale, absmax)

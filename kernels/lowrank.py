@@ -35,10 +35,8 @@ from torch import Tensor
 from gradwire.kernels.counter_random import uniform
 from gradwire.kernels.dispatch import choose, compute_dtype
 from gradwire.kernels.flatten import flatten, unflatten
-from gradwire.kernels.lowrank_reconstruct_triton import reconstruct_triton, renew_triton
-from gradwire.kernels.lowrank_triton import backproject_triton, project_triton
 from gradwire.kernels.matrix_table import FactorLayout, Operands
-from gradwire.kernels.program_table import check_step
+from gradwire.kernels.segment_table import check_step
 
 # Norms whose squares fit fp64. Zero rows, non-finite rows and extreme fp64 rows lie outside and take the careful path.
 SAFE_NORMS = (1e-140, 1e140)
@@ -263,7 +261,7 @@ def project(operands: Operands, q: Tensor, p: Tensor, *, scale: float) -> None:
         ValueError: an operand does not fit its table.
     """
     operands.check(p, q)
-    run = choose(p.device, project_triton, project_cpu, project_reference, operands.table.fits_triton)
+    run = choose(p.device, "lowrank_triton", project_cpu, project_reference, operands.table.fits_triton)
     run(operands, q, p, scale)
 
 
@@ -283,7 +281,7 @@ def backproject(operands: Operands, p: Tensor, q: Tensor, *, scale: float) -> No
         ValueError: an operand does not fit its table.
     """
     operands.check(p, q)
-    run = choose(q.device, backproject_triton, backproject_cpu, backproject_reference, operands.table.fits_triton)
+    run = choose(q.device, "lowrank_triton", backproject_cpu, backproject_reference, operands.table.fits_triton)
     run(operands, p, q, scale)
 
 
@@ -306,7 +304,9 @@ def reconstruct(operands: Operands, p: Tensor, q: Tensor, finite: Tensor) -> Non
         ValueError: an operand does not fit the table.
     """
     operands.check(p, q)
-    run = choose(p.device, reconstruct_triton, reconstruct_cpu, reconstruct_reference, operands.table.fits_triton)
+    run = choose(
+        p.device, "lowrank_reconstruct_triton", reconstruct_cpu, reconstruct_reference, operands.table.fits_triton
+    )
     run(operands, p, q, finite)
 
 
@@ -332,7 +332,9 @@ def renew(
     layout.check(wire, "wire")
     layout.check(following, "following")
     check_step(step, "step", following.device)
-    run = choose(following.device, renew_triton, renew_cpu, renew_reference, following.dtype == torch.float32)
+    run = choose(
+        following.device, "lowrank_reconstruct_triton", renew_cpu, renew_reference, following.dtype == torch.float32
+    )
     run(wire, layout, keys, step, following, finite)
 
 

@@ -11,10 +11,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from gradwire.kernels.counter_random import uniform_triton
-from gradwire.kernels.dispatch import jit, kernel, tl, triton_dtype
+from gradwire.kernels.common_triton import kernel, load_fields, triton_dtype, uniform_triton
 from gradwire.kernels.flatten import unflatten
 from gradwire.kernels.flatten_triton import unflatten_chunk
 from gradwire.kernels.lowrank_triton import as_aligned, load_m, strip_arguments
@@ -26,7 +27,6 @@ from gradwire.kernels.matrix_table import (
     Uncompressed,
     padded_rank,
 )
-from gradwire.kernels.program_table import load_fields
 from gradwire.kernels.segment_table import CHUNK_NUMEL
 
 # Elements of a row of a factor that a program handles at a time.
@@ -96,7 +96,7 @@ def _norms_kernel(
         )  # fmt: skip
 
 
-@jit
+@triton.jit
 def _drawn_norm(key, step, first, length, BLOCK: tl.constexpr):
     """The norm of a random row."""
     squares = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -109,7 +109,7 @@ def _drawn_norm(key, step, first, length, BLOCK: tl.constexpr):
     return tl.sqrt(tl.sum(squares, axis=0))
 
 
-@jit
+@triton.jit
 def renew_row(
     wire_ptr,  # packed factors, of any dtype
     rows_ptr,  # [5, rows] int64: `_rows`
@@ -155,7 +155,7 @@ def _renew_kernel(
     renew_row(wire_ptr, rows_ptr, norms_ptr, finite_ptr, step_ptr, following_ptr, n_rows, row, BLOCK)
 
 
-@jit
+@triton.jit
 def _reconstruct_strip(
     memory,  # addresses of source, target and error, [n, m]
     p_ptr,  # [r, n], of any dtype

@@ -15,9 +15,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from gradwire.kernels.dispatch import has_tf32, jit, kernel, tl, triton_dtype
+from gradwire.kernels.common_triton import kernel, load_fields, triton_dtype
+from gradwire.kernels.dispatch import has_tf32
 from gradwire.kernels.flatten_triton import flatten_chunk
 from gradwire.kernels.matrix_table import (
     ALIGN_NUMEL,
@@ -30,7 +33,6 @@ from gradwire.kernels.matrix_table import (
     strips,
     tiling,
 )
-from gradwire.kernels.program_table import load_fields
 from gradwire.kernels.segment_table import CHUNK_NUMEL
 
 # Pipeline stages of products by `tl.dot`. For M^T P, more stages than these would spill registers.
@@ -44,13 +46,13 @@ SUM_NUMEL = 256
 SUM_STRIPS = 4
 
 
-@jit
+@triton.jit
 def as_aligned(x, ALIGNED: tl.constexpr):
     """``x`` itself; if ALIGNED, the compiler learns that it is a multiple of 8."""
     return x // 8 * 8 if ALIGNED else x
 
 
-@jit
+@triton.jit
 def load_m(
     memory,  # addresses of source, target and error, [n, m]
     first,  # the tile's first element, int64
@@ -74,7 +76,7 @@ def load_m(
     return m
 
 
-@jit
+@triton.jit
 def keep_m(
     target,  # address of [n, m]
     first,  # the tile's first element, int64
@@ -91,7 +93,7 @@ def keep_m(
     tl.store(target_ptr + offs, m, mask=mask)
 
 
-@jit
+@triton.jit
 def _sum_rows(
     x,  # [ROWS, COLUMNS]
     ROWS: tl.constexpr,
@@ -103,7 +105,7 @@ def _sum_rows(
     return tl.reshape(x, (ROWS,))
 
 
-@jit
+@triton.jit
 def _multiply_elementwise(
     memory,  # addresses of source, target and error, [n, m]
     factor,  # address of a factor, fp32: Q, [r, m], to compute P; P, [r, n], to compute Q
@@ -166,7 +168,7 @@ def _multiply_elementwise(
     return totals
 
 
-@jit
+@triton.jit
 def _multiply_dot(
     memory,  # addresses of source, target and error, [n, m]
     factor,  # address of a factor, fp32: Q, [r, m], to compute P; P, [r, n], to compute Q

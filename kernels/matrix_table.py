@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from gradwire.kernels.dispatch import compute_dtype, next_power_of_2, use_triton
-from gradwire.kernels.program_table import ProgramTables, Upload, check_step
-from gradwire.kernels.segment_table import CPU_BLOCK_NUMEL, SegmentTable
+from gradwire.kernels.segment_table import CPU_BLOCK_NUMEL, ProgramTables, SegmentTable, Upload, check_step
 
 # Each factor begins at a multiple of this many elements: 64 bytes of fp32, which CPUs and GPUs read at once.
 ALIGN_NUMEL = 16

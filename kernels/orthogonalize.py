@@ -33,11 +33,16 @@ from torch.nn.functional import pad
 
 from gradwire.kernels.dispatch import choose
 from gradwire.kernels.matrix_table import ALIGN_NUMEL, MAX_RANK, FactorLayout
-from gradwire.kernels.orthogonalize_triton import orthogonalize_triton, tolerance
 
+TOLERANCE_EPS = 64  # remainder / norm of a column to drop. Gram-Schmidt, CPUs: above the rounding errors of 64 columns
 # Rounds of Cholesky QR on CPUs, by the bound r eps |L^-1|^2 on the error of a round in fp64
 ONE_ROUND_ERROR = 1e-10  # no second round up to here: below fp32's eps, and far below the promised 1e-5
 TWO_ROUNDS_ERROR = 1e-6  # Gram-Schmidt from here on: below, a second round corrects the error
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """The relative norm at or below which the remainder of a column counts as rounding error."""
+    return TOLERANCE_EPS * torch.finfo(dtype).eps
 
 
 def orthogonalize_bytes(numel: int, wire: torch.dtype, out: torch.dtype) -> int:
@@ -169,7 +174,7 @@ def orthogonalize(wire: Tensor, layout: FactorLayout, out: Tensor, finite: Tenso
     layout.check(out, "out")
     run = choose(
         out.device,
-        orthogonalize_triton,
+        "orthogonalize_triton",
         orthogonalize_reference if torch.float64 in (wire.dtype, out.dtype) else orthogonalize_cpu,
         orthogonalize_reference,
         takes_triton=max(layout.ranks) <= MAX_RANK and out.dtype == torch.float32,

@@ -19,14 +19,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from gradwire.kernels.dispatch import jit, kernel, next_power_of_2, tl
+from gradwire.kernels.common_triton import kernel, load_fields
+from gradwire.kernels.dispatch import next_power_of_2
 from gradwire.kernels.matrix_table import FactorLayout
-from gradwire.kernels.program_table import load_fields
+from gradwire.kernels.orthogonalize import tolerance
 
 # Thresholds, in eps of the result's dtype
-TOLERANCE_EPS = 64  # remainder / norm of a column to drop. Gram-Schmidt, CPUs: above the rounding errors of 64 columns
 PIVOT_EPS = 4  # pivot of a column to drop, in rank eps: a square of its remainder, rounded in fp32. Cholesky QR
 GROWTH_EPS = 0.1  # largest |L^-1|^2, in 1 / eps: a second round can mend errors of eps |L^-1|^2 below 0.1. Cholesky QR
 #
@@ -45,17 +47,12 @@ GRAMS_NUMEL = 1024  # elements of Gram matrices that one program adds up at a ti
 BLOCK_NUMEL = 1024  # elements of a tile that a program handles at a time; with two r x r matrices, more would spill
 
 
-def tolerance(dtype: torch.dtype) -> float:
-    """The relative norm at or below which the remainder of a column counts as rounding error."""
-    return TOLERANCE_EPS * torch.finfo(dtype).eps
-
-
 def longest_small(rank: int) -> int:
     """The largest length, a power of two, of a factor of ``rank`` columns that one program orthogonalizes."""
     return (SMALL_NUMEL if rank <= 16 else SMALL_NUMEL_HIGH_RANK) // rank
 
 
-@jit
+@triton.jit
 def _load_rows(
     ptr,  # [r, n]
     offs_r,  # [RANK]
@@ -68,7 +65,7 @@ def _load_rows(
     return tl.load(ptr + offs_r[:, None] * length + offs_n[None, :], mask=mask, other=0).to(tl.float32)
 
 
-@jit
+@triton.jit
 def _store_rows(
     ptr,  # [r, n]
     x,  # [RANK, BLOCK]
@@ -82,7 +79,7 @@ def _store_rows(
     tl.store(ptr + offs_r[:, None] * length + offs_n[None, :], x, mask=mask)
 
 
-@jit
+@triton.jit
 def _or_one(x):
     """``x`` where it is positive, else 1: a divisor."""
     return tl.where(x > 0, x, 1.0)
@@ -125,7 +122,7 @@ def _gram_schmidt_kernel(
     _store_rows(out_ptr + offset, p, offs_r, offs_n, rank, length)
 
 
-@jit
+@triton.jit
 def _store_gram(
     gram_ptr,  # [RANK * RANK + RANK]
     gram,  # [RANK, RANK]
@@ -138,7 +135,7 @@ def _store_gram(
     tl.store(gram_ptr + RANK * RANK + offs_r, largest)
 
 
-@jit
+@triton.jit
 def _sum_grams(
     grams_ptr,  # [tiles, RANK * RANK + RANK]: `_store_gram` of each tile
     n_tiles,
@@ -198,7 +195,7 @@ def _gram_kernel(
     _store_gram(grams_ptr + program * (RANK * RANK + RANK), gram, largest, RANK)
 
 
-@jit
+@triton.jit
 def _inverse_cholesky(
     gram,  # [RANK, RANK]
     rank,

@@ -46,7 +46,6 @@ from torch import Tensor
 
 from gradwire.kernels.block_table import ALIGN_BYTES, BlockTable, Section
 from gradwire.kernels.dispatch import choose
-from gradwire.kernels.program_table import check_step
 from gradwire.kernels.quantize_cpu import (
     commit_errors_cpu,
     dequantize_cpu,
@@ -54,14 +53,7 @@ from gradwire.kernels.quantize_cpu import (
     reduce_quantized_cpu,
     sum_quantized_cpu,
 )
-from gradwire.kernels.quantize_triton import (
-    commit_errors_triton,
-    dequantize_triton,
-    quantize_triton,
-    reduce_quantized_triton,
-    sum_quantized_triton,
-)
-from gradwire.kernels.segment_table import memory_order
+from gradwire.kernels.segment_table import check_step, memory_order
 from gradwire.kernels.wire_formats import Rounding, WireFormat, decode, encode_with_errors
 
 MESSAGE_DTYPES = (torch.uint8,)
@@ -339,7 +331,7 @@ def quantize(
     step = None if rounding is None else rounding.step
     _check_once(_check_quantize, section, (message, errors, pending, step))
     if section.table.n_blocks > 0:
-        run = choose(message.device, quantize_triton, quantize_cpu, quantize_reference)
+        run = choose(message.device, "quantize_triton", quantize_cpu, quantize_reference)
         run(tensors, section, message, scale, errors, pending, rounding)
 
 
@@ -374,7 +366,7 @@ def reduce_quantized(
     step = None if rounding is None else rounding.step
     _check_once(_check_reduce, section, (received, result, errors, pending, step), rank)
     if section.blocks_per_cell > 0:
-        run = choose(received.device, reduce_quantized_triton, reduce_quantized_cpu, reduce_quantized_reference)
+        run = choose(received.device, "quantize_triton", reduce_quantized_cpu, reduce_quantized_reference)
         run(received, section, result, rank, errors, pending, rounding)
 
 
@@ -392,7 +384,7 @@ def sum_quantized(received: Tensor, section: Section, total: Tensor, *, rank: in
     """
     _check_once(_check_sum, section, (received, total), rank)
     if section.blocks_per_cell > 0:
-        run = choose(received.device, sum_quantized_triton, sum_quantized_cpu, sum_quantized_reference)
+        run = choose(received.device, "quantize_triton", sum_quantized_cpu, sum_quantized_reference)
         run(received, section, total, rank)
 
 
@@ -413,7 +405,7 @@ def dequantize(gathered: Tensor, section: Section, tensors: Sequence[Tensor]) ->
     section.table.segments.check_tensors(tensors)
     _check_once(_check_message, section, (gathered,), "gathered")
     if section.table.n_blocks > 0:
-        choose(gathered.device, dequantize_triton, dequantize_cpu, dequantize_reference)(gathered, section, tensors)
+        choose(gathered.device, "quantize_triton", dequantize_cpu, dequantize_reference)(gathered, section, tensors)
 
 
 def commit_errors(gathered: Tensor, pending: Tensor, errors: Tensor) -> None:
@@ -437,5 +429,5 @@ def commit_errors(gathered: Tensor, pending: Tensor, errors: Tensor) -> None:
             "expected contiguous 1-D tensors of one dtype and size."
         )
     if errors.numel() > 0:
-        run = choose(gathered.device, commit_errors_triton, commit_errors_cpu, commit_errors_reference)
+        run = choose(gathered.device, "quantize_triton", commit_errors_cpu, commit_errors_reference)
         run(gathered, pending, errors)

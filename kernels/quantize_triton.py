@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from gradwire.kernels.block_table import ALIGN_BYTES, Section
-from gradwire.kernels.counter_random import random_bits_triton
-from gradwire.kernels.dispatch import jit, kernel, next_power_of_2, tl, triton_dtype
-from gradwire.kernels.program_table import load_chunk
+from gradwire.kernels.common_triton import kernel, load_chunk, random_bits_triton, triton_dtype
+from gradwire.kernels.dispatch import next_power_of_2
 from gradwire.kernels.segment_table import CHUNK_NUMEL
 from gradwire.kernels.wire_formats import Rounding
 from gradwire.kernels.wire_formats_triton import (
@@ -43,7 +44,7 @@ MAX_PEERS = 8
 FLAGS_NUMEL = 128
 
 
-@jit
+@triton.jit
 def _locate(
     first, N: tl.constexpr, FULL: tl.constexpr, message, blocks_per_cell, cell_units, scales_unit, payload_unit
 ):
@@ -65,7 +66,7 @@ def _locate(
     return starts + unit_bytes(scales_unit), starts + unit_bytes(payload_unit), slots
 
 
-@jit
+@triton.jit
 def _quantize_tiles(
     source,  # address of [remaining]
     errors,  # address of [blocks * BLOCK]
@@ -162,7 +163,7 @@ def _quantize_kernel(
         _quantize_tiles(*tensors, remaining, *numbers, SOURCE, ERROR, FORMAT, STOCHASTIC, BLOCK, TAIL, False)
 
 
-@jit
+@triton.jit
 def _dequantize_chunk(
     target,  # address of [remaining]
     scales,  # [N]: addresses in the cells
@@ -224,7 +225,7 @@ def _dequantize_kernel(
         _dequantize_chunk(target, *cell, remaining, TARGET, FORMAT, BLOCK, N, False)
 
 
-@jit
+@triton.jit
 def _sum_chunk(
     received_ptr,
     program,  # int64
@@ -265,7 +266,7 @@ def _sum_chunk(
     return total, piece, slots, blocks, exists
 
 
-@jit
+@triton.jit
 def _contents(layout_ptr, segments_ptr, blocks, exists, n_segments, BLOCK: tl.constexpr):
     """For blocks, [N]: number of elements, segment, and first element in the segment."""
     segments = tl.load(segments_ptr + blocks, mask=exists, other=0).to(tl.int64)

@@ -1,4 +1,9 @@
-"""Segment tables: where the elements of many tensors lie, in memory and in one flat wire buffer.
+"""Program tables, which tell a kernel's programs what to work on, and segment tables, the tensors of a bucket.
+
+A program table is int64, with one row per field and one column per program, segment or matrix. `load_fields` decodes a
+column. Tables are sent from the host without a synchronization.
+
+A segment table tells where the elements of many tensors lie, in memory and in one flat wire buffer.
 
 A kernel reads one packed int64 table per bucket instead of one argument per tensor:
 
@@ -22,7 +27,6 @@ from torch import Tensor
 from torch._C._dynamo import guards
 
 from gradwire.kernels.dispatch import WIRE_DTYPES
-from gradwire.kernels.program_table import Upload
 
 # Elements per program. 4096 with 8 warps is 16 elements a thread: four 16-byte loads of fp32 in flight, and 64 KiB of
 # fp32 for the 4 programs of a multiprocessor. Smaller programs make no smaller waves: more of them run at once.
@@ -82,6 +86,72 @@ def layout_guard(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     """
     make: Any = guards.TensorGuards  # a private name of PyTorch; the stub lacks the tensors
     return cast("Callable[..., bool]", make(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether this thread is capturing a CUDA graph on ``device``: work is recorded, and none of it runs yet."""
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device.index):  # the call asks about the current device
+        return torch.cuda.is_current_stream_capturing()
+
+
+def pinned(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """An int64 tensor on the host, pinned if ``device`` is a GPU, so that a copy to it needs no synchronization."""
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+
+
+def upload(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """An int64 tensor on the device, sent without a synchronization."""
+    return pinned(numbers, device).to(device, non_blocking=True)
+
+
+class Upload:
+    """Integers on a device that keep their address when the first of them are replaced.
+
+    A CUDA graph reads the source of a captured copy again at every replay, long after the host would have freed it.
+    The object therefore owns the sources of captured copies. PyTorch itself keeps the sources of other copies alive
+    until these are done.
+
+    Attributes:
+        numbers: the first of them, as uploaded.
+        tensor: all of them, int64, 1-D, on the device.
+    """
+
+    def __init__(self, device: torch.device, numbers: Sequence[int], rest: Iterable[int] = ()) -> None:
+        self.numbers = numbers
+        everything = [*numbers, *rest]
+        self.tensor = torch.empty(len(everything), dtype=torch.int64, device=device)
+        self._captured_sources: list[Tensor] = []
+        self._write(everything)
+
+    def replace(self, numbers: Sequence[int]) -> Tensor:
+        """Overwrite the first numbers in stream order, unless they are the same. Returns ``tensor``."""
+        if numbers is not self.numbers and numbers != self.numbers:
+            self._write(numbers)
+        self.numbers = numbers
+        return self.tensor
+
+    def _write(self, numbers: Sequence[int]) -> None:
+        source = pinned(numbers, self.tensor.device)
+        if is_capturing(self.tensor.device):
+            self._captured_sources.append(source)
+        self.tensor[: len(numbers)].copy_(source, non_blocking=True)
+
+
+class ProgramTables:
+    """Program tables on a device: each is built and uploaded at its first use, then kept."""
+
+    def __init__(self) -> None:
+        self._uploads: dict[object, tuple[Upload, Tensor]] = {}
+
+    def get(self, key: object, device: torch.device, columns: Callable[[], Iterable[Sequence[int]]]) -> Tensor:
+        """The table ``key``, int64 [fields, columns]. ``columns()``, called at the first use, yields its columns."""
+        if (key, device) not in self._uploads:
+            rows = list(zip(*columns(), strict=True))
+            upload = Upload(device, [number for row in rows for number in row])
+            self._uploads[key, device] = upload, upload.tensor.view(len(rows), -1)
+        return self._uploads[key, device][1]
 
 
 class Run(NamedTuple):
@@ -290,3 +360,12 @@ class SegmentTable:
         assert self._scratch is not None
         begin, length = run.start - self.offsets[run.first], run.stop - run.start
         return [memory_order(tensors[run.first])[begin : begin + length]], [self._scratch[:length]]
+
+
+def check_step(step: Tensor, name: str, device: torch.device) -> None:
+    """Raise ValueError unless ``step`` is one number on the device."""
+    if step.dtype != torch.int64 or step.numel() != 1 or step.device != device:
+        raise ValueError(
+            f"{name} is {step.dtype} {tuple(step.shape)} on {step.device}; expected one element of torch.int64 on "
+            f"{device}. Pass torch.tensor([step], device=...)."
+        )

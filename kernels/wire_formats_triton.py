@@ -11,17 +11,19 @@ the conversions of some architectures saturate differently, and others have none
 
 from __future__ import annotations
 
-from gradwire.kernels.counter_random import random_bits_triton
-from gradwire.kernels.dispatch import jit, tl
+import triton
+import triton.language as tl
+
+from gradwire.kernels.common_triton import random_bits_triton
 
 
-@jit
+@triton.jit
 def unit_bytes(units):
     """A size in bytes, from its count of 16 bytes."""
     return units.to(tl.int64) * 16
 
 
-@jit
+@triton.jit
 def _round(y, random, STOCHASTIC: tl.constexpr):
     """Round to an integer, stochastically or to nearest even. Magnitudes are below 2^22."""
     if STOCHASTIC:
@@ -33,13 +35,13 @@ def _round(y, random, STOCHASTIC: tl.constexpr):
     return rounded
 
 
-@jit
+@triton.jit
 def _clamp(x, limit):
     """Saturate finite numbers; inf and NaN pass through."""
     return tl.where(tl.abs(x) < float("inf"), tl.minimum(tl.maximum(x, -limit), limit), x)
 
 
-@jit
+@triton.jit
 def _round_to_bf16(x, random):
     """`wire_formats.round_to_bf16`."""
     bits = (x.to(tl.int32, bitcast=True) + (random >> 8).to(tl.int32)) & -65536
@@ -47,7 +49,7 @@ def _round_to_bf16(x, random):
     return tl.where(tl.abs(x) < float("inf"), rounded, x).to(tl.bfloat16)
 
 
-@jit
+@triton.jit
 def _round_to_grid(x, random, MANTISSA: tl.constexpr, MIN_EXPONENT: tl.constexpr, MAX, STOCHASTIC: tl.constexpr):
     """The magnitude of ``x``, rounded to a floating-point format of less range than fp32, in fp32."""
     magnitude = tl.minimum(tl.abs(x), MAX)
@@ -58,13 +60,13 @@ def _round_to_grid(x, random, MANTISSA: tl.constexpr, MIN_EXPONENT: tl.constexpr
     return tl.minimum(_round(magnitude * inverse, random, STOCHASTIC) * step, MAX)
 
 
-@jit
+@triton.jit
 def _with_sign(magnitude, bits):
     """``magnitude`` with the top bit of ``bits``, int32, as its sign. Zeros keep it; ``-x`` would be 0 - x."""
     return (magnitude.to(tl.int32, bitcast=True) | (bits & -2147483648)).to(tl.float32, bitcast=True)
 
 
-@jit
+@triton.jit
 def _to_float(x, random, FORMAT: tl.constexpr, STOCHASTIC: tl.constexpr):
     """Round to the dtype of a format without scales. Finite numbers saturate; inf and NaN pass through."""
     if FORMAT.bits == 32:
@@ -80,7 +82,7 @@ def _to_float(x, random, FORMAT: tl.constexpr, STOCHASTIC: tl.constexpr):
     return y
 
 
-@jit
+@triton.jit
 def _to_e4m3(x, random, STOCHASTIC: tl.constexpr):
     """The bits of finite numbers in e4m3fn, in int32."""
     magnitude = _round_to_grid(x, random, 3, -6, 448.0, STOCHASTIC)
@@ -90,7 +92,7 @@ def _to_e4m3(x, random, STOCHASTIC: tl.constexpr):
     return tl.where(magnitude < 0.015625, subnormal, normal) | sign  # 2^-6 is the smallest normal number
 
 
-@jit
+@triton.jit
 def _from_e4m3(codes):
     """Numbers from their bits in e4m3fn, which are given in int32."""
     bits = codes & 0x7F
@@ -99,14 +101,14 @@ def _from_e4m3(codes):
     return _with_sign(magnitude, codes << 24)
 
 
-@jit
+@triton.jit
 def elements(BLOCK: tl.constexpr, PLANES: tl.constexpr):
     """The elements of a block in the columns of a tile: plane t holds those from t * BLOCK / PLANES on. [1, BLOCK]."""
     columns = tl.arange(0, BLOCK)
     return (columns % PLANES * (BLOCK // PLANES) + columns // PLANES)[None, :]
 
 
-@jit
+@triton.jit
 def load_tile(
     pointers,  # [N, WIDTH]: to the elements of the first plane, of BLOCK / PLANES of them
     counts,  # [N] int32: number of elements to be read; the others are 0. Not read if FULL.
@@ -130,7 +132,7 @@ def load_tile(
     return tile
 
 
-@jit
+@triton.jit
 def store_tile(
     pointers,
     counts,
@@ -154,7 +156,7 @@ def store_tile(
         tl.store(pointers + FIRST * WIDTH, tile, mask=exists)
 
 
-@jit
+@triton.jit
 def _block_scales(
     values,  # [N, BLOCK]
     counts,  # [N] int32
@@ -188,7 +190,7 @@ def _block_scales(
     return tl.where(largest < float("inf"), scale, float("nan"))
 
 
-@jit
+@triton.jit
 def _pack(codes, BITS: tl.constexpr, STRIDE: tl.constexpr = 1):
     """`wire_formats.pack`: every STRIDE-th plane of [N, BLOCK] to [N, bytes], in int32."""
     packed = codes
@@ -198,7 +200,7 @@ def _pack(codes, BITS: tl.constexpr, STRIDE: tl.constexpr = 1):
     return packed
 
 
-@jit
+@triton.jit
 def _unpack(payload, BITS: tl.constexpr, STRIDE: tl.constexpr = 1):
     """`wire_formats.unpack`: every STRIDE-th plane of [N, bytes], in int32."""
     codes = payload & ((1 << BITS) - 1)
@@ -209,7 +211,7 @@ def _unpack(payload, BITS: tl.constexpr, STRIDE: tl.constexpr = 1):
     return codes
 
 
-@jit
+@triton.jit
 def encode_blocks(
     values,  # [N, BLOCK]
     counts,  # [N] int32
@@ -258,7 +260,7 @@ def encode_blocks(
     return scale, payload, decoded
 
 
-@jit
+@triton.jit
 def _payload_ptrs(payload, slots, FORMAT: tl.constexpr, BLOCK: tl.constexpr):
     """Pointers to the payload of each block, [N, elements], from the address of the first one in its cell."""
     SIZE: tl.constexpr = BLOCK * FORMAT.bits // 8
@@ -269,7 +271,7 @@ def _payload_ptrs(payload, slots, FORMAT: tl.constexpr, BLOCK: tl.constexpr):
     return tl.multiple_of(first, min(SIZE, 16))[:, None] + tl.arange(0, WIDTH)[None, :]
 
 
-@jit
+@triton.jit
 def load_blocks(
     scales,  # address of the first scale of the cell: a number, or [N]
     payload,  # address of the first payload of the cell: a number, or [N]
@@ -299,7 +301,7 @@ def load_blocks(
     return values
 
 
-@jit
+@triton.jit
 def store_blocks(
     scales,  # address of the first scale of the cell: a number, or [N]
     payload,  # address of the first payload of the cell: a number, or [N]
@@ -321,7 +323,7 @@ def store_blocks(
         tl.store(scale_ptrs, bits, mask=None if FULL else mask)
 
 
-@jit
+@triton.jit
 def load_errors(
     address,  # address of [N * BLOCK], 16-byte aligned
     mask,  # [N]
@@ -338,7 +340,7 @@ def load_errors(
     return load_tile(pointers, tl.where(mask, BLOCK, 0), PLANES, FULL).to(tl.float32)
 
 
-@jit
+@triton.jit
 def store_errors(
     address,  # address of [N * BLOCK], 16-byte aligned
     error,  # [N, BLOCK] fp32

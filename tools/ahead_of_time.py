@@ -6,11 +6,12 @@ Triton without its interpreter.
 
 from __future__ import annotations
 
+import pkgutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from types import ModuleType
@@ -19,6 +20,8 @@ from unittest.mock import patch
 
 import triton
 from triton.backends.compiler import GPUTarget
+
+from gradwire import kernels
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -57,7 +60,7 @@ class _Recorder:
 
 def kernel_modules() -> list[ModuleType]:
     """The modules of `gradwire.kernels`."""
-    return [module for name, module in sys.modules.items() if name.startswith("gradwire.kernels.")]
+    return [import_module(f"gradwire.kernels.{module.name}") for module in pkgutil.iter_modules(kernels.__path__)]
 
 
 def recorded_launches(call: Callable[[], object], modules: Iterable[ModuleType] | None = None) -> list[Launch]:

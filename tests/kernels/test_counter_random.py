@@ -3,12 +3,14 @@
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gradwire.kernels import random_key, uniform
-from gradwire.kernels.counter_random import uniform_triton
-from gradwire.kernels.dispatch import jit, tl, use_triton
+from gradwire.kernels.common_triton import uniform_triton
+from gradwire.kernels.dispatch import use_triton
 from tests.kernels.cases import PROPERTY
 from tests.kernels.exact import assert_same_bits
 from tests.kernels.random_oracle import at, splitmix64, uniform_oracle
@@ -50,7 +52,7 @@ def test_uniform_at_any_indices_gives_the_same_stream(device):
         assert_same_bits(uniform(5, at(3, device), index), long[index], f"at {index}")
 
 
-@jit
+@triton.jit
 def _uniform_kernel(out_ptr, counters_ptr, N: tl.constexpr):
     offs = tl.arange(0, N)
     key, step, first = tl.load(counters_ptr), tl.load(counters_ptr + 1), tl.load(counters_ptr + 2)

@@ -93,8 +93,8 @@ def test_flatten_and_unflatten_work_without_triton_installed():
     assert done.returncode == 0, done.stderr
 
 
-def test_import_reads_no_environment_and_touches_no_device():
-    probe = "import gradwire.kernels, torch, sys; assert not torch.cuda.is_initialized()"
+def test_import_touches_no_device_and_imports_no_triton():
+    probe = "import gradwire, torch, sys; assert not torch.cuda.is_initialized(); assert 'triton' not in sys.modules"
     done = subprocess.run(
         [sys.executable, "-W", "error::RuntimeWarning", "-c", probe],
         capture_output=True,

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from gradwire.comm import Workspace
 from gradwire.compress import powersgd, quantization
-from gradwire.kernels import Operands, SegmentTable, lowrank, program_table
+from gradwire.kernels import Operands, SegmentTable, lowrank, segment_table
 from gradwire.kernels.dispatch import is_interpreted
 
 Kernel = Callable[..., None]
@@ -229,7 +229,7 @@ def _tensor_at(address: int, like: Tensor) -> Tensor:
 
 
 def _refuse_uploads(replace_numbers: Callable[..., None]) -> Callable[..., None]:
-    def call(upload: program_table.Upload, numbers: Sequence[int]) -> None:
+    def call(upload: segment_table.Upload, numbers: Sequence[int]) -> None:
         if GraphOnCpu.under_way is not None:
             raise RuntimeError("A table is uploaded in a capture, so every replay would upload it again: refresh it.")
         replace_numbers(upload, numbers)
@@ -263,7 +263,7 @@ def graphs_on_cpu() -> Iterator[type[GraphOnCpu]]:
         (quantize, "reduce_quantized_cpu", _recorded),
         (quantize, "dequantize_cpu", partial(_by_block_addresses, position=2)),
         (quantize, "commit_errors_cpu", _recorded),
-        (program_table.Upload, "_write", _refuse_uploads),
+        (segment_table.Upload, "_write", _refuse_uploads),
     ]
     if is_interpreted():
         from triton.runtime.interpreter import GridExecutor
@@ -276,7 +276,7 @@ def graphs_on_cpu() -> Iterator[type[GraphOnCpu]]:
             (torch.cuda, "CUDAGraph", GraphOnCpu),
             (torch.cuda, "graph_pool_handle", Pool),
             (torch.cuda, "is_current_stream_capturing", is_capturing),
-            (program_table, "is_capturing", is_capturing),
+            (segment_table, "is_capturing", is_capturing),
             (powersgd, "is_capturing", is_capturing),
             (quantization, "is_capturing", is_capturing),
             (powersgd.LowRankBucket, "can_capture", True),
