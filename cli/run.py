@@ -1,7 +1,7 @@
 """``gradwire run`` and ``python -m gradwire.run``: compress the gradients of a training script without changing it.
 
-Every DistributedDataParallel that the script makes gets a hook. A hook that the script registers itself wins. At the
-end, rank 0 reports bytes and times. Needs torch only.
+Every DistributedDataParallel that the script makes gets a hook, and every model of FSDP2, HSDP and `replicate` an
+attachment. A hook that the script registers itself wins. At the end, rank 0 reports bytes and times. Needs torch only.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 import torch.distributed.run as torchrun
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -33,8 +34,12 @@ from gradwire.hooks.auto_hook import FIRST_STEPS, AutoState, auto_hook
 from gradwire.hooks.default_hooks import CastState
 from gradwire.hooks.hook_state import HookState
 from gradwire.hooks.telemetry import Observed
+from gradwire.kernels import WIRE_FORMATS
 from gradwire.planner.hook_registry import HOOKS, Registration
 from gradwire.reducer import DistributedDataParallel as OurDDP
+from gradwire.sharded import ReduceScatterOptions, attach
+from gradwire.sharded.attach import is_attached
+from gradwire.sharded.torch_internals import on_root_init, parameter_groups, replica_group
 
 AUTO = "auto"
 CHOICES = (AUTO, *(name for name in HOOKS if name not in ("none", "noop", "allreduce")))
@@ -46,6 +51,8 @@ BUILTIN = {
     dist.BuiltinCommHookType.ALLREDUCE: torch_hooks.allreduce_hook,  # type: ignore[attr-defined]
     dist.BuiltinCommHookType.FP16_COMPRESS: torch_hooks.fp16_compress_hook,  # type: ignore[attr-defined]
 }
+# Wire formats of FSDP2's reduce-scatter by the hook that sends the same bits
+WITHIN = {name: name for name in ("bf16", "fp16", "int8", "int4", "int2", "sign")} | {"fp8": "fp8_e4m3"}
 _PATCHED = ("__init__", "register_comm_hook", "_register_builtin_comm_hook")
 
 
@@ -54,35 +61,31 @@ class HookReplacedWarning(UserWarning):
 
 
 class Compression:
-    """The hook of one DistributedDataParallel, and what was measured of it on this rank.
+    """The compressed exchange of one model, and what was measured of it on this rank.
 
     Args:
-        ddp: the model, wrapped in PyTorch's class.
+        model: the model as the script made it.
         hook: one of `CHOICES`.
+        group: the ranks that average its gradients.
         start: the first step to compress; with "auto", the first step of its measurements.
-        measure: number of steps in which stretches with and without compression alternate; 0 for none.
     """
 
-    def __init__(self, ddp: TorchDDP, hook: str, start: int, measure: int) -> None:
-        self.hook_name, self.model_name = hook, type(ddp.module).__name__
-        self.numel = sum(parameter.numel() for parameter in ddp.parameters() if parameter.requires_grad)
-        self.rank, self.world_size = dist.get_rank(ddp.process_group), dist.get_world_size(ddp.process_group)
+    def __init__(self, model: nn.Module, hook: str, group: dist.ProcessGroup | None, start: int) -> None:
+        self.hook_name, self.model_name = hook, type(model).__name__
+        self.numel = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.n_steps = 0
-        self.scripts: tuple[Any, Callable[..., Any]] | None = None  # state and hook that the script has registered
+        self.is_scripts = False  # the script compresses the gradients itself
         self.summary = ""  # what `auto_hook` has chosen
+        self.place = ""  # what `attach` has compressed
+        self.has_metrics = True  # whether compressed steps are measured
         self.metrics: dict[str, list[float]] = {}  # values in the measured steps, by name
         self.stretches: list[tuple[bool, float]] = []  # whether compressed, seconds per step
         self.step_seconds: list[float] = []  # of compressed steps outside of stretches
-        self._group = ddp.process_group
-        self._state, self._hook = _registration(hook, ddp.process_group, start)
-        if isinstance(self._state, HookState):
-            self._state.bind(ddp)
-        self._held = start if hook == AUTO else 0  # steps before the hook is called
+        self._state, self._hook = _registration(hook, group, start)
         self._compressed = start  # the first compressed step
         if isinstance(self._state, AutoState):
             self._compressed += FIRST_STEPS + (1 + self._state.repeats) * len(self._state.candidates)
-        self._first = self._compressed + WARM_UP
-        self._end = self._first + measure // STRETCH * STRETCH
         self._began: float | None = None  # the time of the previous step, or of the second one of this stretch
 
     def release(self) -> None:
@@ -90,6 +93,35 @@ class Compression:
         if isinstance(self._state, AutoState):
             self.summary = self._state.summary()
         self._state = None
+
+    def _report(self, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self.metrics.setdefault(name, []).append(value)
+
+
+class DDPCompression(Compression):
+    """The hook of one DistributedDataParallel.
+
+    Args:
+        ddp: the model, wrapped in PyTorch's class.
+        hook, start: as in `Compression`.
+        measure: number of steps in which stretches with and without compression alternate; 0 for none.
+    """
+
+    def __init__(self, ddp: TorchDDP, hook: str, start: int, measure: int) -> None:
+        super().__init__(ddp.module, hook, ddp.process_group, start)
+        self.scripts: tuple[Any, Callable[..., Any]] | None = None  # state and hook that the script has registered
+        self._group = ddp.process_group
+        if isinstance(self._state, HookState):
+            self._state.bind(ddp)
+        self._held = start if hook == AUTO else 0  # steps before the hook is called
+        self._first = self._compressed + WARM_UP
+        self._end = self._first + measure // STRETCH * STRETCH
+
+    def register(self, state: object, hook: Callable[..., Any]) -> None:
+        """Leave the gradients to the hook that the script registers."""
+        self.scripts, self.is_scripts = (state, hook), True
+        self.release()
 
     def reduce(self, bucket: GradBucket) -> Future[torch.Tensor]:
         """Average a bucket."""
@@ -127,12 +159,51 @@ class Compression:
             self.step_seconds.append(now - self._began)
         self._began = now
 
-    def _report(self, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self.metrics.setdefault(name, []).append(value)
+
+class ShardedCompression(Compression):
+    """The attachment of one model of FSDP2, HSDP or `replicate`. Args: as in `Compression`.
+
+    Raises:
+        ValueError: the hook has no wire format for FSDP2's reduce-scatter, and the model no replicas.
+    """
+
+    def __init__(self, model: nn.Module, hook: str, start: int) -> None:
+        super().__init__(model, hook, None, start)
+        self.is_scripts = is_attached(model)
+        if self.is_scripts:
+            self.release()
+            return
+        if any(replica_group(group) is not None for group in parameter_groups(model)):
+            attachment = attach(model, self._state, self._hook)
+            self._state = attachment.state
+        else:
+            attachment = attach(model, within=_within(hook))
+            self._state, self.has_metrics = None, False
+        self.place = attachment.report
+        attachment.step_ends.append(self._end_step)
+
+    def _end_step(self) -> None:
+        now = time.perf_counter()
+        self.n_steps += 1
+        if self.n_steps == self._compressed and self._state is not None:
+            self._state.observe(every=OBSERVED_STEPS, report=self._report)
+        if self._began is not None and self.n_steps > self._compressed:
+            self.step_seconds.append(now - self._began)
+        self._began = now
 
 
-def _registration(hook: str, group: dist.ProcessGroup, start: int) -> Registration:
+def _within(hook: str) -> ReduceScatterOptions:
+    """The wire format of a hook for FSDP2's reduce-scatter, below 8 bits with error feedback."""
+    entry = WITHIN.get(hook)
+    if entry is None:
+        raise ValueError(
+            f"--hook {hook} averages between replicas, and this model is sharded by fully_shard over a 1-D mesh, which "
+            f"has none. Choose one of {', '.join(WITHIN)}, or shard over a 2-D mesh (replicate, shard)."
+        )
+    return ReduceScatterOptions(wire=entry, use_error_feedback=WIRE_FORMATS[entry].bits < 8)
+
+
+def _registration(hook: str, group: dist.ProcessGroup | None, start: int) -> Registration:
     """State and hook for a process group; the state can be observed."""
     if hook == AUTO:
         return AutoState(group), auto_hook
@@ -142,19 +213,20 @@ def _registration(hook: str, group: dist.ProcessGroup, start: int) -> Registrati
     return state if isinstance(state, Observed) else CastState(group), function
 
 
-def _reduce(compression: Compression, bucket: GradBucket) -> Future[torch.Tensor]:
+def _reduce(compression: DDPCompression, bucket: GradBucket) -> Future[torch.Tensor]:
     return compression.reduce(bucket)
 
 
 @contextmanager
 def compressed(hook: str, start: int = 2, measure: int = 0) -> Iterator[list[Compression]]:
-    """Meanwhile, models that are wrapped in PyTorch's DistributedDataParallel get a hook; yields their list.
+    """Meanwhile, models that are wrapped in PyTorch's DistributedDataParallel get a hook, and models of FSDP2 an
+    attachment before their first forward; yields their list.
 
-    The class stays the same, also for modules that have imported it. A model whose wrapper has a hook from the start
+    The classes stay the same, also for modules that have imported them. A model whose wrapper has a hook from the start
     (``mixed_precision``), compiled autograd's Python reducer and gradwire's own class are left alone.
     """
     made: list[Compression] = []
-    of: WeakKeyDictionary[TorchDDP, Compression] = WeakKeyDictionary()
+    of: WeakKeyDictionary[TorchDDP, DDPCompression] = WeakKeyDictionary()
     initialize, register, register_builtin = (getattr(TorchDDP, name) for name in _PATCHED)
 
     @wraps(initialize)
@@ -162,7 +234,7 @@ def compressed(hook: str, start: int = 2, measure: int = 0) -> Iterator[list[Com
         initialize(self, *args, **kwargs)
         if isinstance(self, OurDDP) or self._comm_hooks or self._use_python_reducer:
             return
-        compression = of[self] = Compression(self, hook, start, measure)
+        compression = of[self] = DDPCompression(self, hook, start, measure)
         register(self, compression, _reduce)
         self._comm_hooks.clear()  # for the Python reducer only; copies and pickles of the model would hold the state
         weakref.finalize(self, compression.release)
@@ -179,8 +251,7 @@ def compressed(hook: str, start: int = 2, measure: int = 0) -> Iterator[list[Com
         self._check_comm_hook(hook)
         if isinstance(state, HookState):
             state.bind(self)
-        compression.scripts = state, hook
-        compression.release()
+        compression.register(state, hook)
         name = getattr(hook, "__qualname__", repr(hook))
         warnings.warn(
             f"The script registers {name} on its {compression.model_name}, so gradwire run leaves this model to it: "
@@ -196,10 +267,19 @@ def compressed(hook: str, start: int = 2, measure: int = 0) -> Iterator[list[Com
         else:
             register_builtin(self, kind)
 
+    def attach_root(model: nn.Module) -> None:
+        if any(parameter.requires_grad for parameter in model.parameters()):
+            made.append(ShardedCompression(model, hook, start))
+            if measure:
+                warnings.warn(
+                    f"--measure has no effect on {type(model).__name__}: it compares steps of DDP.", stacklevel=2
+                )
+
     for name, method in zip(_PATCHED, (__init__, register_comm_hook, register_builtin_comm_hook), strict=True):
         setattr(TorchDDP, name, method)
     try:
-        yield made
+        with on_root_init(attach_root):
+            yield made
     finally:
         for name, method in zip(_PATCHED, (initialize, register, register_builtin), strict=True):
             setattr(TorchDDP, name, method)
@@ -209,9 +289,8 @@ def report(made: Sequence[Compression]) -> str:
     """The text that rank 0 prints at the end: the measurements of each model of `compressed`."""
     if not made:
         return (
-            "gradwire run: this process wrapped no model in torch.nn.parallel.DistributedDataParallel, so nothing was "
-            "compressed. Processes that the script starts itself are not covered. With FSDP2 or HSDP, call "
-            "gradwire.attach(model, state) in the script."
+            "gradwire run: this process trained no model of torch.nn.parallel.DistributedDataParallel, fully_shard or "
+            "replicate, so nothing was compressed. Processes that the script starts itself and FSDP1 are not covered."
         )
     return "\n".join(line for each in made for line in _lines(each))
 
@@ -222,21 +301,22 @@ def _lines(compression: Compression) -> Iterator[str]:
         f"gradwire run: {hook} on {compression.model_name}, {compression.numel:,} parameters, "
         f"{compression.world_size} ranks, {compression.n_steps:,} steps"
     )
-    if compression.scripts is not None:
-        yield "  not used: the script has registered a hook of its own"
+    if compression.is_scripts:
+        yield "  not used: the script compresses its gradients itself"
         return
     compression.release()
-    if compression.summary:
-        yield f"  {compression.summary}"
+    yield from (f"  {line}" for line in (compression.place, compression.summary) if line)
+    if compression.step_seconds:
+        yield f"  time of a step       {1e3 * median(compression.step_seconds):.3g} ms"
     values = {name: median(found) for name, found in compression.metrics.items()}
     if not values:
-        yield f"  ended before a compressed step was measured; one in {OBSERVED_STEPS} is"
+        ended = f"the script ended before it; one compressed step in {OBSERVED_STEPS} is measured"
+        reason = ended if compression.has_metrics else "the reduce-scatter has no telemetry"
+        yield f"  sent in a step       not measured: {reason}"
         return
     before, sent = values["gradient_bytes"], values["sent_bytes"]
     fewer = f": {before / sent:.3g} times fewer bytes" if 0 < sent < before else ""
     yield f"  sent in a step       {format_bytes(sent)} instead of {format_bytes(before)}{fewer}"
-    if compression.step_seconds:
-        yield f"  time of a step       {1e3 * median(compression.step_seconds):.3g} ms"
     parts = ", ".join(f"{name} {values[f'{name}_ms']:.3g} ms" for name in ("encode", "wire", "decode"))
     yield f"  of the exchange      {parts}; summed over the buckets, which overlap with each other and the backward"
     if "residual_ratio" in values:

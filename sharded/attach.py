@@ -46,6 +46,8 @@ class Attachment:
     Attributes:
         state: state of the hook.
         report: one line that says which gradients are compressed, and which stay plain.
+        step_ends: functions that are called at the end of every backward that has raised no error; of FSDP2's models
+            only.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Attachment:
     ) -> None:
         self.state = state
         self.report = report
+        self.step_ends = exchange.step_ends if exchange is not None else []
         self._model = model
         self._groups = groups  # parameter groups, with the mesh and the reduce-scatter that they had
         self._parameters = parameters or {}  # FSDP2's parameters by name

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from gradwire.comm.torch_internals import TESTED_TORCH
 
@@ -201,3 +204,17 @@ def reduced_dtype(group: Any) -> torch.dtype:
     first = group.fsdp_params[0]
     dtype: torch.dtype = first.mp_policy.reduce_dtype or first.mp_policy.param_dtype or first.sharded_param.dtype
     return dtype
+
+
+@contextmanager
+def on_root_init(callback: Callable[[nn.Module], None]) -> Iterator[None]:
+    """Meanwhile, call ``callback`` with each root module of FSDP2 or `replicate` right before its first forward."""
+    lazy_init = FSDPState._lazy_init
+
+    def initialize(self: Any) -> None:
+        if self._is_root is None:
+            callback(self._modules[0])
+        lazy_init(self)
+
+    with patch.object(FSDPState, "_lazy_init", initialize):
+        yield

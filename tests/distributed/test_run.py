@@ -11,12 +11,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire.cli import run
 from gradwire.hooks.default_hooks import fp16_compress_hook
+from gradwire.hooks.quantization_hooks import QuantizationState
 from gradwire.planner.hook_registry import HOOKS
+from gradwire.sharded import ReduceScatterOptions
 from tests.support.bits import assert_same_bits
 from tests.support.ranks import on_ranks
 from tests.support.training import SMALL, build, train, train_steps
@@ -111,6 +115,72 @@ def test_built_in_hook_of_the_script_wins():
     assert "not used" in run.report(made)
 
 
+def train_sharded(mesh_shape, compress=lambda model: None, steps=24):
+    """Gradients of the last step of a model sharded over a mesh of ``mesh_shape``, and of its replicas."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
+    names = ("replicate", "shard")[-len(mesh_shape) :]
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    compress(model)
+    for step in range(steps):
+        model.zero_grad()
+        inputs = torch.randn(8, 64, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        model(inputs).square().mean().backward()
+    return [parameter.grad.full_tensor() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("hook", "within"), [("int8", "int8"), ("int4", ReduceScatterOptions(wire="int4"))], ids=["int8", "int4"]
+)
+@on_ranks(2)
+def test_unchanged_loop_of_fsdp2_has_the_bits_of_attach(hook, within):
+    with run.compressed(hook) as made:
+        unchanged = train_sharded((2,))
+    assert_same_bits(unchanged, train_sharded((2,), lambda model: gradwire.attach(model, within=within)))
+    (compression,) = made
+    assert compression.n_steps == 24
+    assert f"2 parameter groups are reduced within a replica in {hook}" in run.report(made)
+
+
+@on_ranks(2)
+def test_unchanged_loop_of_hsdp_has_the_bits_of_attach():
+    with run.compressed("int4") as made:
+        unchanged = train_sharded((2, 1))
+    attached = train_sharded((2, 1), lambda model: gradwire.attach(model, QuantizationState(wire="int4")))
+    assert_same_bits(unchanged, attached)
+    text = run.report(made)
+    assert "2 ranks, 24 steps" in text and "times fewer bytes" in text
+    assert "quantization_hook compresses the all-reduce of 2 parameter groups" in text
+
+
+@on_ranks(2)
+def test_attachment_of_the_script_wins():
+    def compress(model):
+        return gradwire.attach(model, within="fp16")
+
+    with run.compressed("int4") as made:
+        own = train_sharded((2,), compress, steps=2)
+    assert_same_bits(own, train_sharded((2,), compress, steps=2))
+    assert "not used" in run.report(made)
+
+
+@on_ranks(2)
+def test_hook_that_fsdp_cannot_use_raises_with_the_choices():
+    with (
+        run.compressed("powersgd-r4"),
+        pytest.raises(ValueError, match=r"--hook powersgd-r4 .* one of bf16, fp16, int8"),
+    ):
+        train_sharded((2,))
+
+
+@on_ranks(2)
+def test_measure_without_effect_on_fsdp_warns():
+    with run.compressed("bf16", measure=100), pytest.warns(UserWarning, match="--measure has no effect"):
+        train_sharded((2,), steps=1)
+
+
 @on_ranks(2)
 def test_stretches_alternate_without_telemetry_and_give_an_interval():
     first, n_steps = 2 + run.WARM_UP, 100
@@ -149,7 +219,7 @@ def test_auto_measures_from_the_start_step_on():
         assert made[0]._state.iter == 0
         train_steps(ddp, 1)
         assert made[0]._state.iter == 1
-        assert "too few" not in run.report(made) and "ended before a compressed step" in run.report(made)
+        assert "too few" not in run.report(made) and "not measured: the script ended before it" in run.report(made)
 
 
 @pytest.mark.parametrize(("freedom", "expected"), [(4, 2.776), (9, 2.262), (30, 2.042)])
@@ -194,7 +264,7 @@ def test_script_without_ddp_is_told_so_and_keeps_its_exit_status(tmp_path, statu
     (tmp_path / "helper.py").write_text(f"STATUS = {status}")
     code, _, errors = call("-m", "gradwire.run", "--hook", "int4", str(path))
     assert code == status
-    assert ("wrapped no model" in errors and "gradwire.attach" in errors) == (status == 0)
+    assert ("trained no model of torch.nn.parallel.DistributedDataParallel" in errors) == (status == 0)
 
 
 def test_module_and_error_of_a_script_are_as_without_it(tmp_path, monkeypatch):
