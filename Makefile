@@ -175,6 +175,7 @@ wheel: export SOURCE_DATE_EPOCH = $(shell git log -1 --format=%ct)
 wheel: install
 	rm -rf build/dist build/lib build/outside build/wheel
 	$(BIN)/python -m build --no-isolation --outdir build/dist .
+	$(BIN)/twine check --strict build/dist/*
 	$(BIN)/python -m build --no-isolation --wheel --outdir build/wheel .
 	$(BIN)/python -m zipfile -e build/dist/*.whl build/wheel/from_sdist
 	$(BIN)/python -m zipfile -e build/wheel/*.whl build/wheel/from_checkout
