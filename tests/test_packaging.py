@@ -1,5 +1,6 @@
 """The package as an index shows it: the long description, and the tag of a release."""
 
+import os
 import re
 import subprocess
 import sys
@@ -8,6 +9,8 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
+
+import gradwire
 
 ROOT = Path(__file__).parents[1]
 URL = "https://example.org/gradwire"
@@ -56,3 +59,13 @@ def test_description_with_repository_leads_to_its_files(checkout):
 def test_urls_of_the_project_have_a_repository_if_any():
     urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"].get("urls")
     assert urls is None or "Repository" in urls
+
+
+@pytest.mark.parametrize(("tag", "is_accepted"), [(f"v{gradwire.__version__}", True), ("v99.0", False)])
+def test_release_stops_unless_its_tag_is_the_version(tag, is_accepted):
+    yaml = pytest.importorskip("yaml")
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "publish.yml").read_text())["jobs"]
+    check, build = (step["run"] for step in jobs["build"]["steps"] if "run" in step)
+    done = subprocess.run(["bash", "-c", check], cwd=ROOT, env=os.environ | {"GITHUB_REF_NAME": tag}, check=False)
+    assert (done.returncode == 0) == is_accepted
+    assert (build, jobs["publish"]["needs"]) == ("make wheel", "build")
