@@ -69,3 +69,10 @@ def test_release_stops_unless_its_tag_is_the_version(tag, is_accepted):
     done = subprocess.run(["bash", "-c", check], cwd=ROOT, env=os.environ | {"GITHUB_REF_NAME": tag}, check=False)
     assert (done.returncode == 0) == is_accepted
     assert (build, jobs["publish"]["needs"]) == ("make wheel", "build")
+
+
+def test_python_versions_of_the_classifiers_are_those_tested():
+    classifiers = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["classifiers"]
+    tested = re.findall(r"^\| (3\.\d+)\.\d+ \|", (ROOT / "docs" / "compatibility.md").read_text(), re.MULTILINE)
+    named = re.findall(r"Python :: (3\.\d+)$", "\n".join(classifiers), re.MULTILINE)
+    assert named == sorted(set(tested))
