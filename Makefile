@@ -168,10 +168,19 @@ compiled: install
 pages: install
 	$(TOOL).pages
 
-# Builds the wheel and imports it from outside the checkout, with every warning an error.
+# Builds the source distribution and from it the wheel, into build/dist; requires the same files of a wheel built from
+# the checkout, and imports the wheel from outside the checkout, with every warning an error. The build tools are pinned
+# and the files get the time of the commit, so that two builds give the same wheel.
+wheel: export SOURCE_DATE_EPOCH = $(shell git log -1 --format=%ct)
 wheel: install
-	rm -rf build/wheel && $(BIN)/python -m build --wheel --outdir build/wheel .
-	rm -rf build/outside && $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target build/outside build/wheel/*.whl
+	rm -rf build/dist build/lib build/outside build/wheel
+	$(BIN)/python -m build --no-isolation --outdir build/dist .
+	$(BIN)/twine check --strict build/dist/*
+	$(BIN)/python -m build --no-isolation --wheel --outdir build/wheel .
+	$(BIN)/python -m zipfile -e build/dist/*.whl build/wheel/from_sdist
+	$(BIN)/python -m zipfile -e build/wheel/*.whl build/wheel/from_checkout
+	diff -r build/wheel/from_sdist build/wheel/from_checkout
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target build/outside build/dist/*.whl
 	cd / && PYTHONPATH=$(CURDIR)/build/outside $(CURDIR)/$(BIN)/python -W error -c "import gradwire, gradwire.hooks.default_hooks; assert 'outside' in gradwire.__file__, gradwire.__file__; print('wheel imports:', gradwire.__version__)"
 
 clean:

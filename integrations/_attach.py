@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -13,7 +14,7 @@ from gradwire.hooks.hook_state import HookState
 
 
 class HookNotUsedWarning(UserWarning):
-    """Gradients are not compressed, because the trainer has not wrapped the model for several processes."""
+    """The hook saves nothing: the trainer has not wrapped the model, or there is no other process to send to."""
 
 
 def find_ddp(model: nn.Module) -> TorchDDP | None:
@@ -55,8 +56,8 @@ def attach(
         within: wire format of FSDP2's reduce-scatter; see `gradwire.attach`.
 
     Returns:
-        The handle of `gradwire.attach`; None if the model is not wrapped. In that case the function issues a
-        `HookNotUsedWarning`, because gradients are not compressed.
+        The handle of `gradwire.attach`; None if the model is not wrapped. In that case, and if there is a single
+        process, the function issues a `HookNotUsedWarning`.
 
     Raises:
         ValueError: the model contains several DistributedDataParallel modules; or see `gradwire.attach`.
@@ -65,16 +66,23 @@ def attach(
         RuntimeError: a hook is already registered on the DistributedDataParallel.
     """
     ddp = find_ddp(model)
+    name = getattr(hook, "__name__", f"within={within!r}" if state is None else type(state).__name__)
     if ddp is None and not any(isinstance(each, (FSDPModule, FullyShardedDataParallel)) for each in model.modules()):
-        unused = f"within={within!r}" if state is None else type(state).__name__
         warnings.warn(
-            f"{getattr(hook, '__name__', unused)} is not used: this {type(model).__name__} contains neither "
+            f"{name} is not used: this {type(model).__name__} contains neither "
             "DistributedDataParallel nor FSDP2, so no gradient is compressed. Trainers wrap the model when they "
             "prepare it, and only if they run more than one process, without DeepSpeed or DataParallel.",
             HookNotUsedWarning,
             stacklevel=2,
         )
         return None
+    if dist.get_world_size() == 1:
+        warnings.warn(
+            f"{name} saves nothing: there is a single process, which sends no gradients. Train on several devices or "
+            "nodes, or without the hook, which only costs time and accuracy here.",
+            HookNotUsedWarning,
+            stacklevel=2,
+        )
     return sharded.attach(ddp or model, state, hook, within=within)
 
 

@@ -1,5 +1,6 @@
 """`GradwireStrategy` under Lightning's Trainer."""
 
+import os
 import warnings
 
 import pytest
@@ -12,6 +13,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 
 from gradwire.hooks.default_hooks import fp16_compress_wrapper
+from gradwire.integrations import HookNotUsedWarning
 from gradwire.integrations.lightning import GradwireStrategy
 from tests.integrations import regression_task as task
 
@@ -31,10 +33,10 @@ class Regression(LightningModule):
         return task.optimizer_of(self)
 
 
-def fit(rank, strategy, epochs=task.EPOCHS, resume_from=None, **options):
+def fit(rank, strategy, epochs=task.EPOCHS, resume_from=None, devices=2, **options):
     """Train a new model; returns the trainer and the weights."""
     trainer = Trainer(
-        accelerator="cpu", devices=2, strategy=strategy, max_epochs=epochs, use_distributed_sampler=False,
+        accelerator="cpu", devices=devices, strategy=strategy, max_epochs=epochs, use_distributed_sampler=False,
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, **options,
     )  # fmt: skip
     model = task.new_net(Regression)
@@ -113,6 +115,20 @@ def follow_the_scaler():
 
 def test_error_memory_follows_the_scaler_of_lightning(run_on_two_ranks):
     assert run_on_two_ranks(follow_the_scaler) == [True, True]
+
+
+def warnings_on_one_device():
+    os.environ.pop("MASTER_PORT")  # each process is a world of its own
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(0, strategy_of("powersgd"), epochs=1, devices=1)
+    return [str(each.message) for each in caught if each.category is HookNotUsedWarning]
+
+
+def test_one_device_warns_once_that_the_hook_saves_nothing(run_on_two_ranks):
+    for messages in run_on_two_ranks(warnings_on_one_device):
+        (message,) = messages
+        assert message.startswith("powerSGD_hook saves nothing: there is a single process")
 
 
 def test_strategy_without_hook_needs_no_state():

@@ -7,7 +7,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from gradwire.integrations import attach
+from gradwire.integrations import HookNotUsedWarning, attach
 from tests.integrations import regression_task as task
 
 
@@ -124,3 +124,9 @@ def models_with_several_ddps():
 
 def test_model_with_several_ddps_is_refused(run_on_two_ranks):
     run_on_two_ranks(models_with_several_ddps)
+
+
+def test_single_process_warns_that_the_hook_saves_nothing(world_of_one):
+    model = nn.parallel.DistributedDataParallel(task.new_net())
+    with pytest.warns(HookNotUsedWarning, match="powerSGD_hook saves nothing: there is a single process"):
+        attach(model, *task.HOOKS["powersgd"]())
