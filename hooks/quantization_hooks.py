@@ -48,6 +48,10 @@ from gradwire.kernels import MAX_BLOCK_SIZE, MIN_BLOCK_SIZE, WIRE_FORMATS, as_re
 __all__ = ["QuantizationState", "quantization_hook", "quantization_perchannel_hook", "quantization_pertensor_hook"]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 @dataclass(frozen=True, kw_only=True)
 class BlockOptions(WirePolicy):
     """The options of every quantized exchange, documented at `QuantizationState`.
