@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.comm import executor_for
-from gradwire.compress._validation import check_entries, check_whole_number, wrong
+from gradwire.compress._validation import check_entries, check_keywords, check_whole_number, wrong
 from gradwire.hooks._auto_trial import PLAIN, Method, Trial, choose, make_method, reason, slowest_times
 from gradwire.hooks._bucket import GradBucket, bucket_device
 from gradwire.hooks._checkpoint import Scaler, check_count, option_values
@@ -106,6 +106,7 @@ class AutoState(HookState):
         min_gain: float
         plan: Mapping[str, str]
 
+    @check_keywords
     def __init__(
         self,
         process_group: dist.ProcessGroup | None = None,

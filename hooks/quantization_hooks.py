@@ -27,7 +27,7 @@ from gradwire.compress import (
     quantized_all_reduce,
     quantized_all_reduce_on_nodes,
 )
-from gradwire.compress._validation import check_flag, check_whole_number
+from gradwire.compress._validation import check_flag, check_keywords, check_whole_number
 from gradwire.compress.policy import DEFAULT_EXEMPT
 from gradwire.hooks._bucket import (
     GradBucket,
@@ -211,6 +211,7 @@ class QuantizationState(HookState):
     compiles_early = True
     options: QuantizationOptions
 
+    @check_keywords
     def __init__(
         self,
         process_group: dist.ProcessGroup | None = None,

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.compress import BucketScale, DelayedScaling, scaled_cast_all_reduce
-from gradwire.compress._validation import check_elements, check_entries, check_tensor, wrong
+from gradwire.compress._validation import check_elements, check_entries, check_keywords, check_tensor, wrong
 from gradwire.hooks._bucket import GradBucket
 from gradwire.hooks._checkpoint import MAX_COUNT
 from gradwire.hooks.hook_state import HookState, Step, hook_for
@@ -59,6 +59,7 @@ class ScaledCastState(HookState):
         >>> model.register_comm_hook(state, scaled_cast_hook)
     """
 
+    @check_keywords
     def __init__(
         self,
         process_group: dist.ProcessGroup | None = None,
