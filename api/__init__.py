@@ -24,4 +24,4 @@ __all__ = ["DistributedDataParallel", "__version__", "attach", "hooks"]
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return __all__

@@ -51,6 +51,11 @@ from gradwire.sharded.attach import is_attached
 
 __all__ = ["latest", "load", "save"]
 
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 FORMAT = 1
 FILE, ABOUT = "gradwire.pt", "gradwire.json"  # all but the model and the optimizer; format, version and checksum
 REMEDY = "Delete the folder, to load the checkpoint before it."

@@ -2,12 +2,39 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
+import inspect
 import math
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+Init = TypeVar("Init", bound=Callable[..., None])
+
+
+def check_keywords(init: Init) -> Init:
+    """Decorate an ``__init__``: for an unknown keyword argument, the TypeError suggests the option that is meant."""
+    options = list(inspect.signature(init).parameters)[1:]
+
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        if unknown := [name for name in kwargs if name not in options]:
+            name, meant = unknown[0], _closest(unknown[0], options)
+            hint = f"Did you mean {meant}={reprlib.repr(kwargs[name])}?" if meant else f"Expected {', '.join(options)}."
+            raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {name!r}. {hint}")
+        init(self, *args, **kwargs)
+
+    return checked  # type: ignore[return-value]
+
+
+def _closest(name: str, options: Sequence[str]) -> str | None:
+    """The option that contains ``name`` as whole words, or is contained in it, or else is spelled like it."""
+    related = (each for each in options if f"_{name}_" in f"_{each}_" or f"_{each}_" in f"_{name}_")
+    return next(related, None) or next(iter(difflib.get_close_matches(name, options, 1)), None)
 
 
 def check_whole_number(

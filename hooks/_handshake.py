@@ -61,6 +61,15 @@ _REMEDY = (
 _UNCHANGED = "Nothing was sent; gradients, parameters and states are as they were."
 _PYTORCHS_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks."
 
+# Attributes of states for gradwire's own modules: neither in the API reference nor in tab completion.
+_INTERNAL_NAMES = """
+agree apply_settings begin_step bind_layouts check_counts check_loaded check_names check_shapes compares_memory
+continue_at count_step counts device_counters drop_buckets enter expect_handshake first_compressed_step folded
+follows_model forget_errors hook_name initialize keeps load_counts load_replicated_state make_bucket match_scale
+maybe_increase_iter merge_shards needs_names new_bucket parameter_names recorders replicated replicated_state
+residuals revoke_agreements sends_in_full serves_one_model settings unmatched_pattern
+"""
+
 
 class HookSettings(Observed):
     """The settings of a hook, which must be equal on all ranks, and the process groups that have agreed on them.
@@ -76,6 +85,9 @@ class HookSettings(Observed):
         self.process_group = process_group
         self._agreed: WeakKeyDictionary[dist.ProcessGroup, dict[str, _Agreement]] = WeakKeyDictionary()  # by hook
         self._is_loaded_anew = False  # since the last handshake
+
+    def __dir__(self) -> list[str]:
+        return sorted(set(super().__dir__()).difference(_INTERNAL_NAMES.split()))
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:

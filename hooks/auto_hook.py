@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.comm import executor_for
-from gradwire.compress._validation import check_entries, check_whole_number, wrong
+from gradwire.compress._validation import check_entries, check_keywords, check_whole_number, wrong
 from gradwire.hooks._auto_trial import PLAIN, Method, Trial, choose, make_method, reason, slowest_times
 from gradwire.hooks._bucket import GradBucket, bucket_device
 from gradwire.hooks._checkpoint import Scaler, check_count, option_values
@@ -20,6 +20,11 @@ from gradwire.hooks.hook_state import HookState, hook_for, with_option_attribute
 from gradwire.kernels import is_capturing
 
 __all__ = ["AutoState", "auto_hook"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 logger = logging.getLogger("gradwire.hooks.auto_hook")
 
@@ -101,6 +106,7 @@ class AutoState(HookState):
         min_gain: float
         plan: Mapping[str, str]
 
+    @check_keywords
     def __init__(
         self,
         process_group: dist.ProcessGroup | None = None,
@@ -200,7 +206,7 @@ class AutoState(HookState):
         for _, state in self._with_memory():
             state.forget_errors()
 
-    def method(self, name: str) -> Method:
+    def _method(self, name: str) -> Method:
         """The method of a candidate, created at its first use."""
         if name not in self._methods:
             self._methods[name] = self._make(name)
@@ -209,7 +215,7 @@ class AutoState(HookState):
     def _make_planned(self) -> None:
         """Create the methods of the plan, which no step may have used yet on this rank."""
         for name in set(self.plan.values()):
-            self.method(name)
+            self._method(name)
 
     def take_back(self, name: str, gradient: Tensor) -> bool:
         """Add a reduced gradient that was not applied to the parameter's error; see `HookState.take_back`."""
@@ -279,7 +285,7 @@ class AutoState(HookState):
         use them, so their memory is empty.
         """
         for name, state in replicated["states"].items():
-            kept = self.method(name).state
+            kept = self._method(name).state
             assert isinstance(kept, HookState)
             kept.load_replicated_state(state)
         unknown = {name for name, _ in self._with_memory()} - replicated["states"].keys()
@@ -393,7 +399,7 @@ class AutoState(HookState):
         """The method of a bucket: the most precise one that was chosen for any of its parameters."""
         chosen = {self.plan.get(name, PLAIN) for name in names}
         order = (*self.candidates, *sorted(chosen - set(self.candidates)))
-        method = self.method(min(chosen, key=order.index))
+        method = self._method(min(chosen, key=order.index))
         self._latest.update(dict.fromkeys(names, method))
         return method
 
@@ -456,9 +462,9 @@ def auto_hook(state: AutoState, bucket: GradBucket) -> torch.futures.Future[torc
         state._is_first_bucket = False
         state._begin_trial(bucket)
     if state._trials:
-        result = state._trials[-1].run(bucket, names, state.iter, state.method(PLAIN), state._recorder)
+        result = state._trials[-1].run(bucket, names, state.iter, state._method(PLAIN), state._recorder)
     else:
-        method = state.method(PLAIN) if state.sends_in_full else state._chosen(names)
+        method = state._method(PLAIN) if state.sends_in_full else state._chosen(names)
         result = method.run(bucket, state.iter, state._recorder)
     state.maybe_increase_iter(bucket)
     return result

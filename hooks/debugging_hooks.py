@@ -9,6 +9,10 @@ from gradwire.hooks._bucket import GradBucket, bucket_work, ddp_hook, is_sparse,
 __all__ = ["noop_hook"]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 @zero_copy
 @ddp_hook()
 def noop_hook(_: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

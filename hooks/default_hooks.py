@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from gradwire.comm import Algorithm, Transport, Workspace
 from gradwire.compress import Gradients, cast_all_reduce
+from gradwire.compress._validation import check_keywords
 from gradwire.hooks._bucket import (
     CommHook,
     GradBucket,
@@ -33,6 +34,11 @@ __all__ = [
     "fp16_compress_hook",
     "fp16_compress_wrapper",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 _BLOCK_NUMEL = 64  # fp32 accumulation distributes blocks of this size over the ranks; 16-bit formats have no scales
 
@@ -60,6 +66,7 @@ class CastState(HookSettings):
         >>> model.register_comm_hook(CastState(process_group, accumulate="fp32"), bf16_compress_hook)
     """
 
+    @check_keywords
     def __init__(
         self,
         process_group: dist.ProcessGroup | None = None,

@@ -37,6 +37,11 @@ from gradwire.kernels import dispatch, gradient_layout, is_capturing
 
 __all__ = ["HookState", "Memory", "Step", "hook_for"]
 
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 State = TypeVar("State", bound=type)
 

@@ -24,7 +24,14 @@ from gradwire.compress import (
     flat_low_rank_bucket,
     powersgd_all_reduce,
 )
-from gradwire.compress._validation import check_elements, check_flag, check_number, check_whole_number, wrong
+from gradwire.compress._validation import (
+    check_elements,
+    check_flag,
+    check_keywords,
+    check_number,
+    check_whole_number,
+    wrong,
+)
 from gradwire.compress.policy import check_factors, check_size_of_factors
 from gradwire.compress.powersgd import error_like
 from gradwire.hooks._bucket import GradBucket, ddp_hook
@@ -33,6 +40,11 @@ from gradwire.hooks.hook_state import HookState, Memory, Step, hook_for, with_op
 from gradwire.kernels import MAX_RANK, WIRE_FORMATS, as_real, compute_dtype, gradient_layout, layout_in_dtype
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 logger = logging.getLogger("gradwire.hooks.powerSGD_hook")
 
@@ -216,6 +228,7 @@ class PowerSGDState(HookState):
     compiles_early = True
     options: PowerSGDOptions
 
+    @check_keywords
     def __init__(
         self,
         process_group: dist.ProcessGroup | None,

@@ -27,7 +27,7 @@ from gradwire.compress import (
     quantized_all_reduce,
     quantized_all_reduce_on_nodes,
 )
-from gradwire.compress._validation import check_flag, check_whole_number
+from gradwire.compress._validation import check_flag, check_keywords, check_whole_number
 from gradwire.compress.policy import DEFAULT_EXEMPT
 from gradwire.hooks._bucket import (
     GradBucket,
@@ -46,6 +46,10 @@ from gradwire.hooks.hook_state import HookState, Memory, Step, hook_for
 from gradwire.kernels import MAX_BLOCK_SIZE, MIN_BLOCK_SIZE, WIRE_FORMATS, as_real, layout_in_dtype
 
 __all__ = ["QuantizationState", "quantization_hook", "quantization_perchannel_hook", "quantization_pertensor_hook"]
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,6 +211,7 @@ class QuantizationState(HookState):
     compiles_early = True
     options: QuantizationOptions
 
+    @check_keywords
     def __init__(
         self,
         process_group: dist.ProcessGroup | None = None,

@@ -2,19 +2,23 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from gradwire.compress import BucketScale, DelayedScaling, scaled_cast_all_reduce
-from gradwire.compress._validation import check_elements, check_entries, check_tensor, wrong
+from gradwire.compress._validation import check_elements, check_entries, check_keywords, check_tensor, wrong
 from gradwire.hooks._bucket import GradBucket
 from gradwire.hooks._checkpoint import MAX_COUNT
 from gradwire.hooks.hook_state import HookState, Step, hook_for
 from gradwire.kernels import MAX_EXPONENT
 
 __all__ = ["ScaledCastState", "scaled_cast_hook"]
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 class _Bucket(NamedTuple):
@@ -43,6 +47,10 @@ class ScaledCastState(HookState):
         backoff: powers of two by which a scale falls below its target after a step in which a rank
             may have saturated. Raise it if saturation lasts for several steps.
 
+    Attributes:
+        iter: number of steps so far.
+        options: all options.
+
     Raises:
         ValueError: an option has the wrong type or is out of range.
 
@@ -51,6 +59,7 @@ class ScaledCastState(HookState):
         >>> model.register_comm_hook(state, scaled_cast_hook)
     """
 
+    @check_keywords
     def __init__(
         self,
         process_group: dist.ProcessGroup | None = None,
@@ -84,7 +93,7 @@ class ScaledCastState(HookState):
         return int(self._counters[2])
 
     def __repr__(self) -> str:
-        options = ", ".join(f"{name}={value!r}" for name, value in vars(self.scaling).items())
+        options = ", ".join(f"{name}={value!r}" for name, value in vars(self.options).items())
         return f"{type(self).__name__}({options})"
 
     def device_counters(self) -> dict[str, torch.Tensor]:
@@ -94,15 +103,6 @@ class ScaledCastState(HookState):
     def exponents(self) -> dict[str, int]:
         """The exponent of the current scale, 2^exponent, by parameter name. Waits for the device."""
         return {name: int(exponent[0]) for name, exponent in self._exponents.items()}
-
-    @property
-    def scaling(self) -> DelayedScaling:
-        """The options."""
-        return cast("DelayedScaling", self.options)
-
-    @scaling.setter
-    def scaling(self, scaling: DelayedScaling) -> None:
-        self.options = scaling
 
     def begin_step(self) -> None:
         """Begin a step; see `HookState.begin_step`."""
@@ -114,7 +114,7 @@ class ScaledCastState(HookState):
         closes_step, self._is_left_open = self._is_left_open, False
         return _Bucket(bucket.is_last(), closes_step)
 
-    def bucket_scale(self, names: tuple[str, ...], device: torch.device) -> BucketScale:
+    def _bucket_scale(self, names: tuple[str, ...], device: torch.device) -> BucketScale:
         """The scale of a bucket. A new bucket starts from the smallest scale of its parameters."""
         if names not in self._scales:
             known = {id(exponent): exponent for name in names if (exponent := self._exponents.get(name)) is not None}
@@ -128,7 +128,7 @@ class ScaledCastState(HookState):
             self._exponents.update(dict.fromkeys(names, exponent))
         return self._scales[names]
 
-    def counters(self, device: torch.device) -> torch.Tensor:
+    def _counters_on(self, device: torch.device) -> torch.Tensor:
         """The counters, int64 [4], on ``device``."""
         if self._counters.device != device:
             self._counters = self._counters.to(device)
@@ -148,7 +148,7 @@ class ScaledCastState(HookState):
         return self._entries()
 
     def _entries(self) -> dict[str, Any]:
-        first = torch.zeros(2, dtype=torch.int32)  # as in `bucket_scale`
+        first = torch.zeros(2, dtype=torch.int32)  # as in `_bucket_scale`
         names = sorted({*self._names.known(), *self._exponents})
         exponents = [self._exponents.get(name, first).cpu() for name in names]
         return {
@@ -198,7 +198,7 @@ class ScaledCastState(HookState):
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickling: options and `state_dict`, without the process group, as in PyTorch's hook states."""
-        return {"scaling": self.scaling, "state": self._entries()}
+        return {"scaling": self.options, "state": self._entries()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__()  # type: ignore[misc]
@@ -247,9 +247,9 @@ def scaled_cast_hook(state: ScaledCastState, bucket: GradBucket) -> torch.future
 
 async def _scaled_cast(state: ScaledCastState, step: Step) -> None:
     device = step.source.table.device
-    scale, counters = state.bucket_scale(step.names, device), state.counters(device)
+    scale, counters = state._bucket_scale(step.names, device), state._counters_on(device)
     if step.memory.closes_step:
         counters[2] += counters[3]
         counters[3] = 0
-    arguments = (state.scaling, scale, counters, step.memory.is_last, step.transport, step.workspace)
+    arguments = (state.options, scale, counters, step.memory.is_last, step.transport, step.workspace)
     await scaled_cast_all_reduce(step.source, step.target, *arguments)

@@ -33,6 +33,11 @@ from gradwire.kernels import compute_dtype
 
 __all__ = ["Observed", "to_jsonl", "to_tensorboard", "to_wandb"]
 
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 Report = Callable[[Mapping[str, float]], None]
 
 

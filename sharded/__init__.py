@@ -10,3 +10,7 @@ from gradwire.sharded.attach import Attachment, attach
 from gradwire.sharded.shards import ReduceScatterOptions
 
 __all__ = ["Attachment", "ReduceScatterOptions", "attach"]
+
+
+def __dir__() -> list[str]:
+    return __all__

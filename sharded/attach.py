@@ -234,7 +234,8 @@ def attach(
         A handle; its ``report`` says what is compressed.
 
     Raises:
-        TypeError: ``hook`` is missing for a state that several hooks share, or ``model`` is none of these.
+        TypeError: ``model`` is none of these, ``state`` and ``within`` are both missing, or ``hook`` is missing for a
+            state that several hooks share.
         NotImplementedError: a hook on FSDP2 without replicas, or a release of PyTorch that gradwire does not know.
         ValueError: ``within`` is not a wire format, has no effect on this model, or has a name pattern that matches no
             parameter; the model has replicas of different ranks; or the state belongs to another model.
@@ -400,6 +401,11 @@ def _attach_to_shards(
 
 def _hook_of(state: Any) -> CommHook:
     """The hook that a state is made for: the function of that name in the state's module."""
+    if state is None:
+        raise TypeError(
+            "attach was given neither a state nor within. Pass the state of a hook, as in "
+            "attach(model, QuantizationState()), or within='bf16' for the reduce-scatter of FSDP2."
+        )
     found = None
     if isinstance(state, HookSettings):
         found = getattr(sys.modules[type(state).__module__], state.hook_name, None)

@@ -8,3 +8,7 @@ except ModuleNotFoundError as error:
 from gradwire.testing._check import LAWS, LawViolation, check_laws
 
 __all__ = ["LAWS", "LawViolation", "check_laws"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -209,9 +209,12 @@ def templates_in(path):
 
 
 def test_messages_quoted_in_troubleshooting_exist_in_the_source():
-    sources = [path for package in PACKAGES for path in (ROOT / package).glob("*.py")]
+    sources = [path for package in (*PACKAGES, "sharded") for path in (ROOT / package).glob("*.py")]
     sources.append(Path(torch.nn.parallel.distributed.__file__))
     templates = "\n\n".join(" ".join(template.split()) for path in sources for template in templates_in(path))
+    with pytest.raises(AttributeError) as no_ddp:
+        torch.nn.Linear(1, 1).register_comm_hook(None, None)
+    templates += f"\n\n{no_ddp.value}"
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
     quoted = re.findall(r"^#### (`+)(.*)\1$", page, re.MULTILINE)
     assert len(quoted) > 30

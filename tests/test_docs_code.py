@@ -1,6 +1,11 @@
 """The Python code of the documentation runs, in the order of its page."""
 
+import os
 import re
+import signal
+import subprocess
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -61,7 +66,7 @@ def run(block, names):
 )
 def test_code_on_a_page_runs_and_its_hooks_train(world_of_one, monkeypatch, page, blocks):
     monkeypatch.syspath_prepend(DOCS.parent / "examples")
-    found = blocks_of(page)
+    found = [block for block in blocks_of(page) if "start_processes(" not in block]
     assert len(found) == blocks
     names = {"torch": torch, "dist": dist}
     for block in found:
@@ -71,6 +76,21 @@ def test_code_on_a_page_runs_and_its_hooks_train(world_of_one, monkeypatch, page
             assert all(parameter.isfinite().all() for parameter in names["model"].parameters())
     for test in [function for name, function in names.items() if name.startswith("test_")]:
         test()
+
+
+def test_notebook_cell_trains_after_a_cell_that_used_several_threads():
+    """Python reads both from its standard input: as in a notebook, functions are in ``__main__`` and in no file."""
+    (cell,) = [block for block in blocks_of("getting-started.md") if "start_processes(" in block]
+    earlier = "import torch\ntorch.ones(999, 999) @ torch.ones(999, 999)\n"
+    environment = os.environ | {"OMP_NUM_THREADS": "2"}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-"], env=environment, start_new_session=True, **pipes) as notebook:
+        try:
+            printed, _ = notebook.communicate(earlier + cell, timeout=120)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(notebook.pid, signal.SIGKILL)  # ranks that hang
+    assert printed.startswith("2 ranks: loss ")
 
 
 @pytest.mark.parametrize("name", HOOKS)

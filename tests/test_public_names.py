@@ -9,8 +9,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as pytorch_hook
+
 import gradwire
+import gradwire.checkpoint
 import gradwire.testing
+from gradwire.hooks.auto_hook import AutoState
+from gradwire.hooks.default_hooks import CastState
+from gradwire.hooks.hook_state import HookState
+from gradwire.hooks.powerSGD_hook import PowerSGDState
+from gradwire.hooks.quantization_hooks import QuantizationState
+from gradwire.hooks.scaled_cast_hooks import ScaledCastState
 
 ROOT = Path(__file__).parent.parent
 DOTTED = re.compile(r"`(gradwire(?:\.\w+)+)")
@@ -77,6 +88,55 @@ def test_hooks_list_the_public_modules():
     assert all(inspect.ismodule(getattr(gradwire.hooks, name)) for name in gradwire.hooks.__all__)
     assert gradwire.__all__ == ["DistributedDataParallel", "__version__", "attach", "hooks"]
     assert gradwire.testing.__all__ == ["LAWS", "LawViolation", "check_laws"]
+
+
+def public(names):
+    return {name for name in names if not name.startswith("_")}
+
+
+def members(kind, module):
+    """Members of a class that the API reference lists."""
+    reference = "".join(path.read_text() for path in (ROOT / "docs" / "api").glob("*.md"))
+    block = re.search(rf"^::: {re.escape(module)}\.{kind.__name__}\n((?: .*\n)*)", reference, re.MULTILINE)[1]
+    return set(re.findall(r"\w+", block.partition(" members:")[2]))
+
+
+def described(kind):
+    """Arguments and attributes in the docstring of a class."""
+    return set(re.findall(r"^    (\w+):", inspect.getdoc(kind), re.MULTILINE))
+
+
+HOOK_MODULES = [getattr(gradwire.hooks, name) for name in gradwire.hooks.__all__]
+PACKAGES = [gradwire, gradwire.hooks, gradwire.checkpoint, gradwire.sharded, gradwire.testing]
+
+
+@pytest.mark.parametrize("module", [*PACKAGES, *HOOK_MODULES], ids=lambda module: module.__name__)
+def test_dir_of_a_public_module_shows_its_public_names(module):
+    assert public(dir(module)) == public(module.__all__)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [PowerSGDState(None), QuantizationState(), CastState(), ScaledCastState(), AutoState()],
+    ids=lambda state: type(state).__name__,
+)
+def test_dir_of_a_state_shows_documented_names(state):
+    shown, listed = public(dir(state)), members(type(state), type(state).__module__)
+    assert listed <= shown
+    expected = listed | described(type(state)) | set(pytorch_hook.PowerSGDState.__slots__)
+    if isinstance(state, HookState):
+        expected |= members(HookState, HookState.__module__) | described(HookState)
+    assert shown - expected == set()
+
+
+def test_dir_of_model_and_attachment_shows_documented_names(world_of_one):
+    model = gradwire.DistributedDataParallel(torch.nn.Linear(2, 2))
+    theirs = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+    own = public(dir(model)) - public(dir(theirs))
+    assert own - members(type(model), "gradwire") - described(type(model)) == set()
+    attachment = gradwire.attach(model, QuantizationState())
+    expected = members(type(attachment), "gradwire.sharded") | described(type(attachment))
+    assert public(dir(attachment)) == expected
 
 
 def test_import_leaves_out_what_only_sharded_training_needs():

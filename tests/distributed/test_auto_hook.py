@@ -320,7 +320,7 @@ def test_resynchronized_ranks_have_the_same_methods(planned, extra_on):
     state = AutoState(plan=dict.fromkeys(NAMES, "int4") if planned else None)
     ddp = wrapped(hook=(state, auto_hook))
     if dist.get_rank() == extra_on:
-        state.method("int4")
+        state._method("int4")
     ddp.resynchronize()
     saved = sorted(state.state_dict()["states"])
     assert_same_on_all_ranks(from_all_ranks((state.replicated_state(), saved)))

@@ -69,7 +69,7 @@ CHANGES = {
     ),
     "scaling": (
         lambda: (ScaledCastState(), scaled_cast_hook),
-        lambda state: setattr(state, "scaling", replace(state.scaling, margin=9, dtype=torch.bfloat16)),
+        lambda state: setattr(state, "options", replace(state.options, margin=9, dtype=torch.bfloat16)),
     ),
     "plan": (auto, lambda state: setattr(state, "plan", {"layers.2.weight": "int8"})),
     "plan in place": (auto, with_entry("plan", "layers.2.weight", "bf16")),

@@ -98,7 +98,7 @@ def test_new_bucket_starts_from_smallest_scale_of_its_parameters(case):
     state = ScaledCastState()
     exponents = torch.tensor(exponents, dtype=torch.int32)
     state.load_state_dict({"names": names, "exponents": exponents, "counters": torch.zeros(4, dtype=torch.int64)})
-    scale = state.bucket_scale((*names, "a new parameter"), CPU)
+    scale = state._bucket_scale((*names, "a new parameter"), CPU)
     assert scale.exponent.tolist() == smallest
     assert state.exponents() == dict.fromkeys([*names, "a new parameter"], smallest[0])
     assert scale.transport is None

@@ -1,11 +1,14 @@
 """Options of the hook states: those out of range raise with their name, value and expectation."""
 
 import math
+import re
 
 import pytest
 import torch
 
 from gradwire.compress import DelayedScaling
+from gradwire.hooks.auto_hook import AutoState
+from gradwire.hooks.default_hooks import CastState
 from gradwire.hooks.powerSGD_hook import PowerSGDState
 from gradwire.hooks.quantization_hooks import QuantizationState
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState
@@ -106,3 +109,21 @@ def test_powersgd_option_in_range_is_kept(options):
     for name, value in options.items():
         if name != "compression_stats_logging_frequency":
             assert getattr(state, name) == ({} if value is None else value)
+
+
+@pytest.mark.parametrize(
+    ("state", "argument", "hint"),
+    [
+        (PowerSGDState, {"rank": 4}, "Did you mean matrix_approximation_rank=4?"),
+        (PowerSGDState, {"error_feedback": False}, "Did you mean use_error_feedback=False?"),
+        (PowerSGDState, {"start_iter": 10}, "Did you mean start_powerSGD_iter=10?"),
+        (QuantizationState, {"wire_format": "int8"}, "Did you mean wire='int8'?"),
+        (CastState, {"acumulate": "fp32"}, "Did you mean accumulate='fp32'?"),
+        (ScaledCastState, {"bits": 16}, "Expected process_group, dtype, margin, growth, backoff."),
+        (AutoState, {"gain": 1.1}, "Did you mean min_gain=1.1?"),
+    ],
+)
+def test_unknown_option_raises_with_the_closest_option(state, argument, hint):
+    message = f"{state.__name__}() got an unexpected keyword argument {next(iter(argument))!r}. {hint}"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        state(**argument)

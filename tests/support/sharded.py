@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from tests.support.ranks import from_all_ranks
@@ -121,6 +121,7 @@ FEATURES = {
     "columns": {"columns": True},
     "compiled": {"prepare": lambda model: model.spare.compile(backend="eager")},
     "meta device": {"prepare": lambda model: model.to("meta")},
+    "CPU offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
     "checkpointed": {"prepare": lambda model: setattr(model, "spare", checkpoint_wrapper(model.spare))},
 }
 
