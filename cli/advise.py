@@ -37,6 +37,7 @@ from gradwire.planner.recommend import Advice, Prediction, advise
 MAX_LATENCY = 1_000_000  # microseconds
 MAX_PRICE = 1_000_000
 CHOICES = [name for name in HOOKS if name != "noop"]
+_ALL_HOOKS = ", ".join(CHOICES)
 _TIMEOUT = timedelta(minutes=2)
 _HEADERS = (
     "hook",
@@ -52,57 +53,66 @@ _SCHEMA = 1  # of the JSON file; rises when an entry changes its meaning or goes
 _COST = "1,000 steps cost"
 
 
+_Model = Annotated[
+    str,
+    typer.Argument(
+        help="The job: module:function, where function(device) returns (model, loss) and loss(model) runs one "
+        f"batch. Or a benchmark model: {', '.join(JOBS)}."
+    ),
+]
+_Hooks = Annotated[str, typer.Option("--hooks", help="Hooks to compare, comma-separated.")]
+_Bandwidth = Annotated[
+    str | None, typer.Option(help="Without torchrun: bandwidth of a node to assume, such as 100mbit.")
+]
+_WorldSize = Annotated[
+    int | None,
+    typer.Option("--world-size", min=2, max=MAX_RANKS, help="Without torchrun: number of ranks to assume."),
+]
+_Latency = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        max=MAX_LATENCY,
+        callback=finite,
+        help="Without torchrun: latency between two nodes to assume, in microseconds.",
+    ),
+]
+_RanksPerNode = Annotated[
+    int,
+    typer.Option(
+        "--ranks-per-node",
+        min=1,
+        max=MAX_RANKS,
+        envvar="LOCAL_WORLD_SIZE",
+        help="Without torchrun: number of ranks on each node. With several, a rank computes with one CPU thread "
+        "unless OMP_NUM_THREADS is set, as under torchrun.",
+    ),
+]
+_Price = Annotated[
+    float | None,
+    typer.Option(
+        min=0,
+        max=MAX_PRICE,
+        callback=finite,
+        help="Price of a GB (1e9 bytes) between nodes: prints the traffic's cost.",
+    ),
+]
+_Json = Annotated[Path | None, typer.Option("--json", help="Write measurements and predictions to this file.")]
+_Plot = Annotated[
+    Path | None, typer.Option("--plot", help="Plot the step time against the bandwidth to this PNG file.")
+]
+
+
 def advise_command(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="The job: module:function, where function(device) returns (model, loss) and loss(model) runs one "
-            f"batch. Or a benchmark model: {', '.join(JOBS)}."
-        ),
-    ],
-    hooks: Annotated[str, typer.Option("--hooks", help="Hooks to compare, comma-separated.")] = ", ".join(CHOICES),
-    bandwidth: Annotated[
-        str | None, typer.Option(help="Without torchrun: bandwidth of a node to assume, such as 100mbit.")
-    ] = None,
-    world_size: Annotated[
-        int | None,
-        typer.Option("--world-size", min=2, max=MAX_RANKS, help="Without torchrun: number of ranks to assume."),
-    ] = None,
-    latency: Annotated[
-        float,
-        typer.Option(
-            min=0,
-            max=MAX_LATENCY,
-            callback=finite,
-            help="Without torchrun: latency between two nodes to assume, in microseconds.",
-        ),
-    ] = 50.0,
-    ranks_per_node: Annotated[
-        int,
-        typer.Option(
-            "--ranks-per-node",
-            min=1,
-            max=MAX_RANKS,
-            envvar="LOCAL_WORLD_SIZE",
-            help="Without torchrun: number of ranks on each node. With several, a rank computes with one CPU thread "
-            "unless OMP_NUM_THREADS is set, as under torchrun.",
-        ),
-    ] = 1,
-    price: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            max=MAX_PRICE,
-            callback=finite,
-            help="Price of a GB (1e9 bytes) between nodes: prints the traffic's cost.",
-        ),
-    ] = None,
-    json: Annotated[
-        Path | None, typer.Option("--json", help="Write measurements and predictions to this file.")
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", help="Plot the step time against the bandwidth to this PNG file.")
-    ] = None,
+    model: _Model,
+    hooks: _Hooks = _ALL_HOOKS,
+    bandwidth: _Bandwidth = None,
+    world_size: _WorldSize = None,
+    latency: _Latency = 50.0,
+    ranks_per_node: _RanksPerNode = 1,
+    price: _Price = None,
+    json: _Json = None,
+    plot: _Plot = None,
 ) -> None:
     """Measure your model and network, predict the step time with each hook, and recommend a hook or none.
 
@@ -122,26 +132,13 @@ def advise_command(
             "under torchrun the network is measured. Leave the option out, or run without torchrun.",
             param_hint="--bandwidth, --world-size",
         )
-    for path in (json, plot):
-        if path is not None and not path.parent.is_dir():
-            raise typer.BadParameter(f"there is no folder {path.parent}; make it first.", param_hint="--json, --plot")
-    if plot is not None and find_spec("matplotlib") is None:
-        raise typer.BadParameter("needs matplotlib. Run: pip install matplotlib", param_hint="--plot")
-    device = bench_device()
-    try:
-        with _process_group(is_rank, device):
-            started = time.monotonic()
-            measured = _measure(model, names, device, given, ranks_per_node)
-            if dist.get_rank() != 0:
-                return
-            seconds = time.monotonic() - started
-    except JobError as error:
-        if error.__cause__ is not None:
-            typer.echo("".join(traceback.format_exception(error.__cause__)), err=True)
-        typer.echo(f"gradwire advise: {str(error).rstrip('.')}.", err=True)
-        raise typer.Exit(1) from None
+    _check_outputs(json, plot)
+    started = time.monotonic()
+    measured = _measured(model, names, given, ranks_per_node)
+    if measured is None:
+        return
     advice = advise(measured)
-    print_advice(measured, advice, seconds, price=price)
+    print_advice(measured, advice, time.monotonic() - started, price=price)
     if json is not None:
         json.write_text(to_json(measured, advice) + "\n")
         typer.echo(f"\nJSON: {json}")
@@ -170,6 +167,29 @@ def _given_link(bandwidth: str | None, world_size: int | None, latency: float, r
     if ranks_per_node > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     return GivenLink(world_size=world_size, bandwidth=1e6 * rate, latency=1e-6 * latency)
+
+
+def _check_outputs(json: Path | None, plot: Path | None) -> None:
+    """Refuse, before the measurement, files that cannot be written after it."""
+    for path in (json, plot):
+        if path is not None and not path.parent.is_dir():
+            raise typer.BadParameter(f"there is no folder {path.parent}; make it first.", param_hint="--json, --plot")
+    if plot is not None and find_spec("matplotlib") is None:
+        raise typer.BadParameter("needs matplotlib. Run: pip install matplotlib", param_hint="--plot")
+
+
+def _measured(model: str, names: tuple[str, ...], given: GivenLink | None, ranks_per_node: int) -> Measurement | None:
+    """The measurement on rank 0, None on other ranks. Ends the command if the job cannot be measured."""
+    device = bench_device()
+    try:
+        with _process_group(given is None, device):
+            measured = _measure(model, names, device, given, ranks_per_node)
+            return measured if dist.get_rank() == 0 else None
+    except JobError as error:
+        if error.__cause__ is not None:
+            typer.echo("".join(traceback.format_exception(error.__cause__)), err=True)
+        typer.echo(f"gradwire advise: {str(error).rstrip('.')}.", err=True)
+        raise typer.Exit(1) from None
 
 
 def _measure(
