@@ -29,7 +29,16 @@ from gradwire.bench.tables import Table, count, format_bandwidth, print_tables
 from gradwire.bench.timing import backend_of, bench_device
 from gradwire.cli.options import MAX_RANKS, finite, parse_hooks, parse_rate
 from gradwire.planner import jobs
-from gradwire.planner.hook_registry import ACCURACY_NOTE, HOOKS, STEPS_TO_TARGET, accuracy_of, display_name
+from gradwire.planner.hook_registry import (
+    ACCURACY_NOTE,
+    HOOKS,
+    MARK,
+    MARK_NOTE,
+    STEPS_TO_TARGET,
+    accuracy_of,
+    display_name,
+    is_aggressive,
+)
 from gradwire.planner.jobs import JobError
 from gradwire.planner.probe import CAST, PLAIN, GivenLink, Measurement, measure, on_all_ranks
 from gradwire.planner.recommend import Advice, Prediction, advise
@@ -256,7 +265,14 @@ def print_advice(
         headers.append(_COST)
         for row, each in zip(rows, ranked, strict=True):
             row.append(f"{price * each.network_bytes / 1e6:,.2f}")
-    print_tables([Table(title="", headers=headers, rows=rows, styles=styles, notes=[ACCURACY_NOTE])], console)
+    notes = [ACCURACY_NOTE, *([MARK_NOTE] if any(is_aggressive(each.hook) for each in ranked) else [])]
+    print_tables([Table(title="", headers=headers, rows=rows, styles=styles, notes=notes)], console)
+    console.print(_recommendation(advice), style="bold", highlight=False, markup=False)
+    if code := HOOKS[advice.recommended].code:
+        console.print(f"\n{code}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _recommendation(advice: Advice) -> str:
     text = f"{advice.headline}: {advice.reason}."
     if advice.buckets is not None:
         cap_mb, step_seconds = advice.buckets
@@ -264,14 +280,16 @@ def print_advice(
         text += f"network, and a step takes {1e3 * step_seconds:.1f} ms."
     if advice.recommended != PLAIN:
         text += f" {accuracy_of(advice.recommended)}"
-    console.print(text, style="bold", highlight=False, markup=False, soft_wrap=True)
-    if code := HOOKS[advice.recommended].code:
-        console.print(f"\n{code}", highlight=False, markup=False, soft_wrap=True)
+    if is_aggressive(advice.recommended):
+        others = [each for each in advice.predictions if each.hook != PLAIN and not is_aggressive(each.hook)]
+        mild = max(others, key=lambda each: each.speed_up)
+        text += f" Of the hooks without {MARK}, {mild.hook} is the fastest, with {mild.speed_up:.2f}x."
+    return text
 
 
 def _cells(each: Prediction) -> list[str]:
     return [
-        display_name(each.hook),
+        display_name(each.hook) + MARK * is_aggressive(each.hook),
         f"{1e3 * each.step_seconds:.1f}",
         f"{each.speed_up:.2f}x",
         f"{each.speed_up_over_bf16:.2f}x",
@@ -298,6 +316,7 @@ def to_json(measured: Measurement, advice: Advice) -> str:
         | {
             "break_even": "always" if each.break_even == math.inf else each.break_even,
             "steps_to_target": STEPS_TO_TARGET.get(each.hook),
+            "is_aggressive": is_aggressive(each.hook),
         }
         for each in advice.predictions
     ]

@@ -17,7 +17,7 @@ from gradwire.bench.plots import draw_advice
 from gradwire.bench.record import Metric, load
 from gradwire.bench.tables import format_bandwidth
 from gradwire.cli.advise import print_advice, to_json
-from gradwire.planner.hook_registry import HOOKS, STEPS_TO_TARGET, accuracy_of
+from gradwire.planner.hook_registry import HOOKS, STEPS_TO_TARGET, accuracy_of, is_aggressive
 from gradwire.planner.model import BucketCost, HookCost, Link, Message, MessageCost, ModelCost, Overlap
 from gradwire.planner.probe import Measurement
 from gradwire.planner.recommend import advise, larger_buckets
@@ -77,6 +77,11 @@ def printed(case):
     return console.file.getvalue()
 
 
+def told(case):
+    """The report without line breaks."""
+    return " ".join(printed(case).split())
+
+
 def test_report_names_threads_and_nodes():
     case = measured(1e7, *all_hooks())
     on_one = replace(case, link=replace(case.link, ranks_per_node=2))
@@ -98,12 +103,12 @@ def test_report_has_a_row_per_hook_and_ends_with_code():
 
 
 def test_report_tells_the_measured_accuracy():
-    text = " ".join(printed(measured(1e7, *all_hooks())).split())
+    text = told(measured(1e7, *all_hooks()))
     assert "int2 took 1.03 times the steps to the same loss on a GPT with 2.3 M parameters. Check the loss" in text
     assert "steps to target: relative to no hook, until a GPT" in text.replace("Steps", "steps")
     (row,) = [line for line in printed(measured(1e7, *all_hooks())).splitlines() if line.startswith("int2")]
     assert row.split()[-1] == f"{STEPS_TO_TARGET['int2']:.2f}x"
-    fast = " ".join(printed(measured(1e12, *all_hooks())).split())
+    fast = told(measured(1e12, *all_hooks()))
     assert "the same loss" not in fast, "no hook is recommended"
 
 
@@ -118,6 +123,25 @@ def test_measured_accuracy_is_that_of_the_kept_results():
     trained = {r["hook"] for r in records if r.implementation == GRADWIRE} & HOOKS.keys() - {"none"}
     assert {hook: round(steps(hook) / steps("none"), 2) for hook in trained} == STEPS_TO_TARGET
     assert target_of(records[0].provenance["settings"]).startswith("validation loss (nats per byte) <= 2.5")
+
+
+def test_aggressive_hooks_are_those_that_took_more_steps_or_were_not_trained():
+    aggressive = {name for name in HOOKS if is_aggressive(name)}
+    assert aggressive >= {"powersgd-r4", "powersgd-r8-int8", "powersgd-r1", "sign"}
+    assert not aggressive & {"none", "allreduce", "fp16", "bf16", "bf16-fp32-sum", "int8", "int4", "powersgd-r16"}
+
+
+def test_report_marks_aggressive_hooks_and_names_the_fastest_other():
+    case = measured(1e7, *all_hooks(), hook("powersgd-r1", 10**5, 0.0))
+    names = [line.split()[0] for line in printed(case).splitlines() if line.startswith(("int", "bf16", "powersgd"))]
+    assert names[:4] == ["powersgd-r1!", "int2", "int4", "bf16"]
+    assert "!: aggressive: took over 10 % more steps" in told(case)
+    assert "Of the hooks without !, int2 is the fastest, with 18.2" in told(case)
+    assert [each["is_aggressive"] for each in json.loads(to_json(case, advise(case)))["predictions"]] == [
+        *[False] * 4,
+        True,
+    ]
+    assert "!" not in printed(measured(1e7, *all_hooks()))
 
 
 @pytest.mark.parametrize("name", [name for name in HOOKS if name not in ("none", "noop", "allreduce")])
@@ -150,7 +174,7 @@ def test_larger_buckets_are_advised_where_messages_wait_for_the_network():
     assert advice.buckets.cap_mb == 4 * 64, "two buckets are in flight at once"
     assert advice.buckets.step_seconds == pytest.approx(0.1 + 0.08 + 0.004 + 0.2)
     assert chosen.step_seconds > 2 * advice.buckets.step_seconds
-    assert "Pass bucket_cap_mb=256 to DistributedDataParallel" in printed(case(0.2))
+    assert "Pass bucket_cap_mb=256 to DistributedDataParallel" in told(case(0.2))
     assert json.loads(to_json(case(0.2), advice))["bucket_cap_mb"] == 256
     for name, why in (("powersgd-r4", "has four times larger ones"), ("powersgd-r4-batched", "would send less")):
         assert larger_buckets(model, replace(hooks[2], name=name), hooks[0], case(0.2).link) is None, why
