@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -17,10 +18,10 @@ from gradwire.bench.plots import draw_advice
 from gradwire.bench.record import Metric, load
 from gradwire.bench.tables import format_bandwidth
 from gradwire.cli.advise import print_advice, to_json
-from gradwire.planner.hook_registry import HOOKS, STEPS_TO_TARGET, accuracy_of, is_aggressive
+from gradwire.planner.hook_registry import HOOKS, STEPS_TO_TARGET, TOLERATED_STEPS, accuracy_of, is_aggressive
 from gradwire.planner.model import BucketCost, HookCost, Link, Message, MessageCost, ModelCost, Overlap
 from gradwire.planner.probe import Measurement
-from gradwire.planner.recommend import advise, larger_buckets
+from gradwire.planner.recommend import DEFAULT_CAP_MB, WORTHWHILE, advise, larger_buckets
 
 KIND = "all-reduce float32"
 
@@ -69,6 +70,36 @@ def test_bf16_is_recommended_if_no_hook_is_faster():
     advice = advise(measured(5e9, *all_hooks()))
     assert advice.recommended == "bf16"
     assert "no other hook is 5 % faster" in advice.reason
+
+
+@pytest.mark.parametrize(
+    ("seconds", "recommended"),
+    [
+        ({"bf16": 0.96, "int8": 0.96}, "none"),
+        ({"bf16": 0.95, "int8": 0.91}, "bf16"),
+        ({"bf16": 0.95, "int8": 0.90}, "int8"),
+        ({"bf16": 0.99, "int8": 0.95}, "int8"),  # bf16 is not worthwhile
+        ({"bf16": 1.2, "int4": 0.95, "int8": 0.99}, "int4"),  # int8 is near the fastest, and not worthwhile
+        ({"bf16": 1.2, "int8": 1.3}, "none"),
+    ],
+    ids=str,
+)
+def test_recommended_hook_makes_a_step_five_percent_faster(seconds, recommended):
+    model = ModelCost(forward=0, backward=0, ready=(0,), gradient_bytes=1, overlap=Overlap.EVERYTHING)
+    nbytes = {"none": 8, "bf16": 4, "int8": 2, "int4": 1}
+    hooks = [hook(name, nbytes[name], each) for name, each in {"none": 1.0, **seconds}.items()]
+    link = Link(world_size=2, bandwidth=1e9, costs={KIND: MessageCost(0, 1e-13)})
+    advice = advise(Measurement(model=model, hooks=hooks, link=link, threads=1, is_link_measured=True))
+    assert advice.recommended == recommended
+    assert "the best is no hook" not in advice.reason
+
+
+def test_thresholds_in_the_docs_are_those_of_the_code():
+    page = (Path(__file__).parents[2] / "docs" / "advise.md").read_text()
+    rules = page[page.index("The recommendation depends") : page.index("`gradwire advise` does not measure")]
+    assert set(re.findall(r"(\d+) %", rules)) == {f"{100 * (WORTHWHILE - 1):.0f}"}
+    assert f"more than {100 * (TOLERATED_STEPS - 1):.0f} % more steps to target" in page
+    assert f"buckets of {DEFAULT_CAP_MB} MiB" in rules
 
 
 def printed(case):
