@@ -60,13 +60,18 @@ _HEADERS = (
 )
 _SCHEMA = 1  # of the JSON file; rises when an entry changes its meaning or goes
 _COST = "1,000 steps cost"
+_WITH_OPTIMIZER = "step: forward, backward, gradient exchange and optimizer"
+_WITHOUT_OPTIMIZER = (
+    "step: forward, backward and gradient exchange, without the optimizer. To include it, return (model, loss, "
+    "optimizer) from the job"
+)
 
 
 _Model = Annotated[
     str,
     typer.Argument(
-        help="The job: module:function, where function(device) returns (model, loss) and loss(model) runs one "
-        f"batch. Or a benchmark model: {', '.join(JOBS)}."
+        help="The job: module:function, where function(device) returns (model, loss) or (model, loss, optimizer), and "
+        f"loss(model) runs one batch. Or a benchmark model: {', '.join(JOBS)}."
     ),
 ]
 _Hooks = Annotated[str, typer.Option("--hooks", help="Hooks to compare, comma-separated.")]
@@ -247,13 +252,15 @@ def print_advice(
     model, link = measured.model, measured.link
     latency = max(cost.latency for cost in link.costs.values())
     buckets = count(len(model.ready), "bucket")
+    optimizer = "" if model.optimizer is None else f"optimizer {1e3 * model.optimizer:.3g} ms, "
     lines = [
-        f"Model:    {format_bytes(model.gradient_bytes)} of gradients in {buckets}; "
-        f"forward {1e3 * model.forward:.3g} ms, backward {1e3 * model.backward:.3g} ms "
+        f"Model:    {format_bytes(model.gradient_bytes)} of gradients in {buckets}",
+        f"Compute:  forward {1e3 * model.forward:.3g} ms, backward {1e3 * model.backward:.3g} ms, {optimizer}"
         f"with {count(measured.threads, 'CPU thread')}",
         f"Network:  {link.world_size} ranks on {count(link.nodes, 'node')}, "
         f"{format_bandwidth(link.bandwidth)} per {'node' if link.nodes > 1 else 'rank'} "
-        f"{'measured' if measured.is_link_measured else 'given'}; the smallest collective takes {1e3 * latency:.2g} ms",
+        f"{'measured' if measured.is_link_measured else 'given'}",
+        f"Latency:  {1e3 * latency:.2g} ms for the smallest collective",
         f"Measured in {seconds:.0f} s.",
     ]
     console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
@@ -265,7 +272,11 @@ def print_advice(
         headers.append(_COST)
         for row, each in zip(rows, ranked, strict=True):
             row.append(f"{price * each.network_bytes / 1e6:,.2f}")
-    notes = [ACCURACY_NOTE, *([MARK_NOTE] if any(is_aggressive(each.hook) for each in ranked) else [])]
+    notes = [
+        _WITHOUT_OPTIMIZER if model.optimizer is None else _WITH_OPTIMIZER,
+        ACCURACY_NOTE,
+        *([MARK_NOTE] if any(is_aggressive(each.hook) for each in ranked) else []),
+    ]
     print_tables([Table(title="", headers=headers, rows=rows, styles=styles, notes=notes)], console)
     console.print(_recommendation(advice), style="bold", highlight=False, markup=False)
     if code := HOOKS[advice.recommended].code:

@@ -19,7 +19,7 @@ DEFAULT_CAP_MB = 25  # of DistributedDataParallel
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
     hook: str  # name of the hook
-    step_seconds: float  # forward, backward and gradient exchange
+    step_seconds: float  # forward, backward, gradient exchange and, if it was measured, optimizer
     speed_up: float  # over a step without a hook
     speed_up_over_bf16: float  # over a step with the bf16 hook
     # bandwidth in bits per second below which the hook makes a step shorter; None if it never does, infinity if

@@ -118,10 +118,18 @@ def test_report_names_threads_and_nodes():
     on_one = replace(case, link=replace(case.link, ranks_per_node=2))
     on_nodes = replace(case, threads=4, link=replace(case.link, world_size=16, ranks_per_node=8))
     assert "with 1 CPU thread\n" in printed(case)
-    assert "2 ranks on 2 nodes, 10 Mb/s per node measured;" in printed(case)
-    assert "2 ranks on 1 node, 10 Mb/s per rank measured;" in printed(on_one)
+    assert "2 ranks on 2 nodes, 10 Mb/s per node measured\n" in printed(case)
+    assert "2 ranks on 1 node, 10 Mb/s per rank measured\n" in printed(on_one)
     assert "with 4 CPU threads\n" in printed(on_nodes)
-    assert "16 ranks on 2 nodes, 10 Mb/s per node measured;" in printed(on_nodes)
+    assert "16 ranks on 2 nodes, 10 Mb/s per node measured\n" in printed(on_nodes)
+
+
+def test_report_tells_whether_the_optimizer_is_part_of_the_step():
+    case = measured(1e7, *all_hooks())
+    with_optimizer = replace(case, model=replace(case.model, optimizer=0.05))
+    assert "gradient exchange, without the optimizer. To include it, return (model, loss, optimizer)" in told(case)
+    assert "backward 200 ms, optimizer 50 ms, with 1 CPU thread" in told(with_optimizer)
+    assert "gradient exchange and optimizer steps to target" in told(with_optimizer)
 
 
 def test_report_has_a_row_per_hook_and_ends_with_code():

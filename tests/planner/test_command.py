@@ -28,6 +28,10 @@ def job(device):
     inputs = torch.randn(4, 64, device=device)
     return model, lambda model: model(inputs).square().mean()
 
+def trained(device):
+    model, loss = job(device)
+    return model, loss, torch.optim.AdamW(model.parameters(), lr=1e9)
+
 def frozen(device):
     return nn.Linear(2, 2).requires_grad_(False), lambda model: model(torch.ones(1, 2)).sum()
 
@@ -94,7 +98,7 @@ def test_job_that_cannot_be_measured_is_refused_on_every_rank(folder, job, ranks
 
 def test_single_process_predicts_for_a_given_network(folder):
     network = "--bandwidth 100mbit --world-size 8 --ranks-per-node 4 --latency 1000"
-    arguments = f"advise my_training:job --hooks int4 {network} --price 20000 --plot plot.png --json a.json".split()
+    arguments = f"advise my_training:trained --hooks int4 {network} --price 20000 --plot plot.png --json a.json".split()
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | {"NO_COLOR": "1"}
     command = [sys.executable, "-m", "gradwire.cli", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
@@ -103,6 +107,7 @@ def test_single_process_predicts_for_a_given_network(folder):
     assert "8 ranks on 2 nodes, 100 Mb/s per node given" in done.stdout
     content = json.loads((folder / "a.json").read_text())
     costs = content["measurement"]["link"]["costs"]
+    assert content["measurement"]["model"]["optimizer"] > 0
     assert content["measurement"]["link"]["world_size"] == 8
     has_spare_cores = len(os.sched_getaffinity(0)) >= 4 * 2 if hasattr(os, "sched_getaffinity") else os.cpu_count() >= 8
     assert content["measurement"]["model"]["overlap"] == ("everything" if has_spare_cores else "nothing")
