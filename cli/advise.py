@@ -27,7 +27,7 @@ from gradwire.bench.models import JOBS
 from gradwire.bench.record import format_bytes
 from gradwire.bench.tables import Table, count, format_bandwidth, print_tables
 from gradwire.bench.timing import backend_of, bench_device
-from gradwire.cli.options import MAX_RANKS, finite, parse_hooks, parse_rate
+from gradwire.cli.options import MAX_RANKS, MAX_THREADS, finite, parse_choices, parse_hooks, parse_rate
 from gradwire.planner import jobs
 from gradwire.planner.hook_registry import (
     ACCURACY_NOTE,
@@ -47,6 +47,7 @@ MAX_LATENCY = 1_000_000  # microseconds
 MAX_PRICE = 1_000_000
 CHOICES = [name for name in HOOKS if name != "noop"]
 _ALL_HOOKS = ", ".join(CHOICES)
+_NOT_BASELINES = [name for name in CHOICES if name not in (PLAIN, CAST)]
 _TIMEOUT = timedelta(minutes=2)
 _HEADERS = (
     "hook",
@@ -75,6 +76,15 @@ _Model = Annotated[
     ),
 ]
 _Hooks = Annotated[str, typer.Option("--hooks", help="Hooks to compare, comma-separated.")]
+_Exclude = Annotated[
+    str | None, typer.Option("--exclude", help="Hooks not to measure, comma-separated; no hook and bf16 always are.")
+]
+_Threads = Annotated[
+    int | None,
+    typer.Option(
+        "--threads", min=1, max=MAX_THREADS, help="CPU threads of each rank. Default: what PyTorch or torchrun sets."
+    ),
+]
 _Bandwidth = Annotated[
     str | None, typer.Option(help="Without torchrun: bandwidth of a node to assume, such as 100mbit.")
 ]
@@ -99,7 +109,7 @@ _RanksPerNode = Annotated[
         max=MAX_RANKS,
         envvar="LOCAL_WORLD_SIZE",
         help="Without torchrun: number of ranks on each node. With several, a rank computes with one CPU thread "
-        "unless OMP_NUM_THREADS is set, as under torchrun.",
+        "unless --threads or OMP_NUM_THREADS is set, as under torchrun.",
     ),
 ]
 _Price = Annotated[
@@ -120,6 +130,8 @@ _Plot = Annotated[
 def advise_command(
     model: _Model,
     hooks: _Hooks = _ALL_HOOKS,
+    exclude: _Exclude = None,
+    threads: _Threads = None,
     bandwidth: _Bandwidth = None,
     world_size: _WorldSize = None,
     latency: _Latency = 50.0,
@@ -138,7 +150,8 @@ def advise_command(
 
     gradwire advise train:job --bandwidth 100gbit --world-size 16 --ranks-per-node 8
     """
-    names = parse_hooks(hooks, CHOICES)
+    excluded = () if exclude is None else parse_choices(exclude, _NOT_BASELINES, "--exclude")
+    names = tuple(name for name in parse_hooks(hooks, CHOICES) if name not in excluded)
     is_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     given = None if is_rank else _given_link(bandwidth, world_size, latency, ranks_per_node)
     if is_rank and (bandwidth is not None or world_size is not None):
@@ -147,6 +160,10 @@ def advise_command(
             param_hint="--bandwidth, --world-size",
         )
     _check_outputs(json, plot)
+    if threads is None and not is_rank and ranks_per_node > 1 and "OMP_NUM_THREADS" not in os.environ:
+        threads = 1  # as torchrun sets
+    if threads is not None:
+        torch.set_num_threads(threads)
     started = time.monotonic()
     measured = _measured(model, names, given, ranks_per_node)
     if measured is None:
@@ -164,7 +181,7 @@ def advise_command(
 
 
 def _given_link(bandwidth: str | None, world_size: int | None, latency: float, ranks_per_node: int) -> GivenLink:
-    """The network that the options describe. Also sets the number of CPU threads, as torchrun does for a rank."""
+    """The network that the options describe."""
     if bandwidth is None or world_size is None:
         raise typer.BadParameter(
             "a single process measures no network. Start one process per rank with torchrun, or give the network: "
@@ -178,8 +195,6 @@ def _given_link(bandwidth: str | None, world_size: int | None, latency: float, r
         raise typer.BadParameter(
             f"{ranks_per_node} is not a divisor of the world size, {world_size}.", param_hint="--ranks-per-node"
         )
-    if ranks_per_node > 1 and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)
     return GivenLink(world_size=world_size, bandwidth=1e6 * rate, latency=1e-6 * latency)
 
 

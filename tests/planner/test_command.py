@@ -55,11 +55,12 @@ def refusal(*arguments):
 
 
 def test_two_ranks_measure_the_network_and_advise(folder):
-    launch("gradwire.cli", ["advise", "my_training:job", "--hooks", "int4,powersgd-r1", "--json", "a.json"], [HERE] * 2)
+    options = ["--hooks", "int4,powersgd-r1", "--threads", "2", "--json", "a.json"]
+    launch("gradwire.cli", ["advise", "my_training:job", *options], [HERE] * 2)
     content = json.loads((folder / "a.json").read_text())
     link = content["measurement"]["link"]
     assert content["measurement"]["is_link_measured"]
-    assert content["measurement"]["threads"] == int(os.environ.get("OMP_NUM_THREADS", 1))
+    assert content["measurement"]["threads"] == 2
     assert link["world_size"] == 2
     assert {"all-reduce float32", "all-reduce bfloat16", "all-to-all", "all-gather"} <= link["costs"].keys()
     samples = content["measurement"]["samples"]
@@ -126,27 +127,38 @@ def test_single_process_predicts_for_a_given_network(folder):
 
 
 @pytest.mark.parametrize(
-    ("environment", "arguments", "is_limited"),
+    ("environment", "arguments", "threads"),
     [
-        ({}, [], False),
-        ({}, ["--ranks-per-node", "2"], True),
-        ({"LOCAL_WORLD_SIZE": "2"}, [], True),
-        ({"OMP_NUM_THREADS": "3"}, ["--ranks-per-node", "2"], False),
+        ({}, [], []),
+        ({}, ["--ranks-per-node", "2"], [1]),
+        ({"LOCAL_WORLD_SIZE": "2"}, [], [1]),
+        ({"OMP_NUM_THREADS": "3"}, ["--ranks-per-node", "2"], []),
+        ({"OMP_NUM_THREADS": "3"}, ["--ranks-per-node", "2", "--threads", "4"], [4]),
     ],
     ids=str,
 )
-def test_single_process_uses_the_threads_torchrun_would_give(monkeypatch, environment, arguments, is_limited):
-    """One thread if several ranks share a node and OMP_NUM_THREADS is not set."""
+def test_single_process_uses_the_threads_torchrun_would_give(monkeypatch, environment, arguments, threads):
+    """One thread if several ranks share a node and OMP_NUM_THREADS is not set; `--threads` overrides it."""
     for name in ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    limits = []
-    monkeypatch.setattr(torch, "set_num_threads", limits.append)
+    given = []
+    monkeypatch.setattr(torch, "set_num_threads", given.append)
     monkeypatch.setattr(advise, "_measure", mock.Mock(side_effect=typer.Exit))
     done = CliRunner().invoke(app, ["advise", "tiny-layers", "--bandwidth", "1gbit", "--world-size", "4", *arguments])
     assert done.exit_code == 0, done.output
-    assert limits == [1] * is_limited
+    assert given == threads
+
+
+def test_excluded_hooks_are_not_measured(monkeypatch):
+    measure = mock.Mock(side_effect=typer.Exit)
+    monkeypatch.setattr(advise, "_measure", measure)
+    network = ["--bandwidth", "1gbit", "--world-size", "4"]
+    hooks = ["--hooks", "int8,int4,sign", "--exclude", "sign, int8,fp8"]
+    done = CliRunner().invoke(app, ["advise", "tiny-layers", *network, *hooks])
+    assert done.exit_code == 0, done.output
+    assert measure.call_args.args[1] == ("int4",)
 
 
 @pytest.mark.parametrize(
@@ -167,6 +179,8 @@ def test_backward_pass_overlaps_if_each_rank_has_a_spare_core(monkeypatch, cores
         (["tiny-layers", "--bandwidth", "fast", "--world-size", "2"], "'fast' is not a rate"),
         (["tiny-layers", "--bandwidth", "unlimited", "--world-size", "2"], "expected a number"),
         (["tiny-layers", "--hooks", "int5"], "'int5'"),
+        (["tiny-layers", "--exclude", "int5"], "Invalid value for --exclude: unknown: 'int5'"),
+        (["tiny-layers", "--exclude", "bf16"], "Invalid value for --exclude: unknown: 'bf16'"),
     ],
 )
 def test_incomplete_or_wrong_options_are_refused(arguments, message):
