@@ -183,10 +183,12 @@ def advise_command(
 def _given_link(bandwidth: str | None, world_size: int | None, latency: float, ranks_per_node: int) -> GivenLink:
     """The network that the options describe."""
     if bandwidth is None or world_size is None:
+        examples = {"--bandwidth 100mbit": bandwidth, "--world-size 8": world_size}
+        missing = [example for example, value in examples.items() if value is None]
         raise typer.BadParameter(
-            "a single process measures no network. Start one process per rank with torchrun, or give the network: "
-            "--bandwidth 100mbit --world-size 8.",
-            param_hint="--bandwidth, --world-size",
+            "a single process measures no network. Start one process per rank with torchrun, or describe the network: "
+            f"add {' '.join(missing)}.",
+            param_hint=", ".join(example.split()[0] for example in missing),
         )
     rate = parse_rate(bandwidth, "--bandwidth", is_modeled=True).mbit
     if rate is None:

@@ -174,8 +174,10 @@ def test_backward_pass_overlaps_if_each_rank_has_a_spare_core(monkeypatch, cores
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["tiny-layers"], "a single process measures no network"),
-        (["tiny-layers", "--bandwidth", "100mbit"], "a single process measures no network"),
+        (["tiny-layers"], "Invalid value for --bandwidth, --world-size: a single process measures no network"),
+        (["tiny-layers"], "describe the network: add --bandwidth 100mbit --world-size 8."),
+        (["tiny-layers", "--bandwidth", "100mbit"], "describe the network: add --world-size 8."),
+        (["tiny-layers", "--world-size", "2"], "Invalid value for --bandwidth: a single process"),
         (["tiny-layers", "--bandwidth", "fast", "--world-size", "2"], "'fast' is not a rate"),
         (["tiny-layers", "--bandwidth", "unlimited", "--world-size", "2"], "expected a number"),
         (["tiny-layers", "--hooks", "int5"], "'int5'"),
