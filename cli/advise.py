@@ -269,14 +269,15 @@ def print_advice(
     model, link = measured.model, measured.link
     latency = max(cost.latency for cost in link.costs.values())
     buckets = count(len(model.ready), "bucket")
+    how, digits = ("measured", 2) if measured.is_link_measured else ("given", 6)
+    bandwidth = format_bandwidth(link.bandwidth, digits)
     optimizer = "" if model.optimizer is None else f"optimizer {1e3 * model.optimizer:.3g} ms, "
     lines = [
         f"Model:    {format_bytes(model.gradient_bytes)} of gradients in {buckets}",
         f"Compute:  forward {1e3 * model.forward:.3g} ms, backward {1e3 * model.backward:.3g} ms, {optimizer}"
         f"with {count(measured.threads, 'CPU thread')}",
         f"Network:  {link.world_size} ranks on {count(link.nodes, 'node')}, "
-        f"{format_bandwidth(link.bandwidth)} per {'node' if link.nodes > 1 else 'rank'} "
-        f"{'measured' if measured.is_link_measured else 'given'}",
+        f"{bandwidth} per {'node' if link.nodes > 1 else 'rank'} {how}",
         f"Latency:  {1e3 * latency:.2g} ms for the smallest collective",
         f"Measured in {seconds:.0f} s.",
     ]

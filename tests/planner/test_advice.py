@@ -236,10 +236,19 @@ def test_plot_is_a_png_file(tmp_path):
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_bandwidth_is_rounded_to_three_digits_before_its_unit_is_chosen():
-    texts = {1e6: "1 Mb/s", 99.96e6: "100 Mb/s", 999.4e6: "999 Mb/s", 999.7e6: "1 Gb/s", 12.34e9: "12.3 Gb/s"}
-    texts[999.7e9] = "1 Tb/s"
+def test_bandwidth_is_rounded_to_two_digits_before_its_unit_is_chosen():
+    texts = {1e6: "1 Mb/s", 99.6e6: "100 Mb/s", 994e6: "990 Mb/s", 996e6: "1 Gb/s", 12.34e9: "12 Gb/s"}
+    texts |= {567e9: "570 Gb/s", 997e9: "1 Tb/s", 1.26e12: "1.3 Tb/s"}
     assert {bandwidth: format_bandwidth(bandwidth) for bandwidth in texts} == texts
+
+
+def test_given_bandwidth_keeps_its_digits_and_others_have_two():
+    given = replace(measured(123.4e6, *all_hooks()), is_link_measured=False)
+    assert "123.4 Mb/s per node given" in printed(given)
+    assert "120 Mb/s per node measured" in printed(measured(123.4e6, *all_hooks()))
+    pays_below = re.findall(r"([\d.]+) [MG]b/s", printed(given).split("\n\n")[1])
+    assert len(pays_below) == 3
+    assert all(float(number) == float(f"{float(number):.2g}") for number in pays_below)
 
 
 @pytest.mark.parametrize("name", [name for name, entry in HOOKS.items() if entry.code])
