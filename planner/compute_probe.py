@@ -120,6 +120,7 @@ def _spec(bucket: Any) -> BucketSpec:
         members=list(range(len(parameters))),
         parameters=parameters,
         names=bucket.parameter_names(),
+        model_parameters=bucket.model_parameters,  # so that one handshake serves all buckets and steps
     )
 
 
