@@ -267,10 +267,10 @@ def draw_advice(measured: Measurement, advice: Advice, path: Path) -> None:
         axes.plot([b / 1e6 for b in bandwidths], times, style, color=color, linewidth=width, label=label)
     for each in advice.predictions:
         axes.plot([here / 1e6], [1e3 * each.step_seconds], "o", color=_BLACK, markersize=3)
-    word = "measured" if measured.is_link_measured else "given"
+    word, digits = ("measured", 2) if measured.is_link_measured else ("given", 6)
     axes.axvline(here / 1e6, color="#888888", linestyle="--", linewidth=1)
     axes.annotate(
-        f"{word}: {format_bandwidth(here)}",
+        f"{word}: {format_bandwidth(here, digits)}",
         (here / 1e6, 0.99),
         (4, -10),
         xycoords=("data", "axes fraction"),

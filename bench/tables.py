@@ -168,14 +168,14 @@ def format_number(number: float) -> str:
     return f"{number:.3g}" if abs(number) < 999.5 else f"{number:,.0f}"
 
 
-def format_bandwidth(bandwidth: float) -> str:
-    """Format bits per second with three digits."""
-    mbit = bandwidth / 1e6
+def format_bandwidth(bandwidth: float, digits: int = 2) -> str:
+    """Format bits per second; measured and predicted bandwidths have no more than two significant digits."""
+    mbit = float(f"{bandwidth / 1e6:.{digits}g}")
     for unit in ("Mb/s", "Gb/s"):
-        if mbit < 999.5:
-            return f"{mbit:.3g} {unit}"
+        if mbit < 1000:
+            return f"{mbit:g} {unit}"
         mbit /= 1000
-    return f"{mbit:.3g} Tb/s"
+    return f"{mbit:g} Tb/s"
 
 
 def format_rate(name: str) -> str:

@@ -27,9 +27,18 @@ from gradwire.bench.models import JOBS
 from gradwire.bench.record import format_bytes
 from gradwire.bench.tables import Table, count, format_bandwidth, print_tables
 from gradwire.bench.timing import backend_of, bench_device
-from gradwire.cli.options import MAX_RANKS, finite, parse_hooks, parse_rate
+from gradwire.cli.options import MAX_RANKS, MAX_THREADS, finite, parse_choices, parse_hooks, parse_rate
 from gradwire.planner import jobs
-from gradwire.planner.hook_registry import ACCURACY_NOTE, HOOKS, STEPS_TO_TARGET, accuracy_of, display_name
+from gradwire.planner.hook_registry import (
+    ACCURACY_NOTE,
+    HOOKS,
+    MARK,
+    MARK_NOTE,
+    STEPS_TO_TARGET,
+    accuracy_of,
+    display_name,
+    is_aggressive,
+)
 from gradwire.planner.jobs import JobError
 from gradwire.planner.probe import CAST, PLAIN, GivenLink, Measurement, measure, on_all_ranks
 from gradwire.planner.recommend import Advice, Prediction, advise
@@ -37,6 +46,8 @@ from gradwire.planner.recommend import Advice, Prediction, advise
 MAX_LATENCY = 1_000_000  # microseconds
 MAX_PRICE = 1_000_000
 CHOICES = [name for name in HOOKS if name != "noop"]
+_ALL_HOOKS = ", ".join(CHOICES)
+_NOT_BASELINES = [name for name in CHOICES if name not in (PLAIN, CAST)]
 _TIMEOUT = timedelta(minutes=2)
 _HEADERS = (
     "hook",
@@ -50,59 +61,84 @@ _HEADERS = (
 )
 _SCHEMA = 1  # of the JSON file; rises when an entry changes its meaning or goes
 _COST = "1,000 steps cost"
+_WITH_OPTIMIZER = "step: forward, backward, gradient exchange and optimizer"
+_WITHOUT_OPTIMIZER = (
+    "step: forward, backward and gradient exchange, without the optimizer. To include it, return (model, loss, "
+    "optimizer) from the job"
+)
+
+
+_Model = Annotated[
+    str,
+    typer.Argument(
+        help="The job: module:function, where function(device) returns (model, loss) or (model, loss, optimizer), and "
+        f"loss(model) runs one batch. Or a benchmark model: {', '.join(JOBS)}."
+    ),
+]
+_Hooks = Annotated[str, typer.Option("--hooks", help="Hooks to compare, comma-separated.")]
+_Exclude = Annotated[
+    str | None, typer.Option("--exclude", help="Hooks not to measure, comma-separated; no hook and bf16 always are.")
+]
+_Threads = Annotated[
+    int | None,
+    typer.Option(
+        "--threads", min=1, max=MAX_THREADS, help="CPU threads of each rank. Default: what PyTorch or torchrun sets."
+    ),
+]
+_Bandwidth = Annotated[
+    str | None, typer.Option(help="Without torchrun: bandwidth of a node to assume, such as 100mbit.")
+]
+_WorldSize = Annotated[
+    int | None,
+    typer.Option("--world-size", min=2, max=MAX_RANKS, help="Without torchrun: number of ranks to assume."),
+]
+_Latency = Annotated[
+    float,
+    typer.Option(
+        min=0,
+        max=MAX_LATENCY,
+        callback=finite,
+        help="Without torchrun: latency between two nodes to assume, in microseconds.",
+    ),
+]
+_RanksPerNode = Annotated[
+    int,
+    typer.Option(
+        "--ranks-per-node",
+        min=1,
+        max=MAX_RANKS,
+        envvar="LOCAL_WORLD_SIZE",
+        help="Without torchrun: number of ranks on each node. With several, a rank computes with one CPU thread "
+        "unless --threads or OMP_NUM_THREADS is set, as under torchrun.",
+    ),
+]
+_Price = Annotated[
+    float | None,
+    typer.Option(
+        min=0,
+        max=MAX_PRICE,
+        callback=finite,
+        help="Price of a GB (1e9 bytes) between nodes: prints the traffic's cost.",
+    ),
+]
+_Json = Annotated[Path | None, typer.Option("--json", help="Write measurements and predictions to this file.")]
+_Plot = Annotated[
+    Path | None, typer.Option("--plot", help="Plot the step time against the bandwidth to this PNG file.")
+]
 
 
 def advise_command(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="The job: module:function, where function(device) returns (model, loss) and loss(model) runs one "
-            f"batch. Or a benchmark model: {', '.join(JOBS)}."
-        ),
-    ],
-    hooks: Annotated[str, typer.Option("--hooks", help="Hooks to compare, comma-separated.")] = ", ".join(CHOICES),
-    bandwidth: Annotated[
-        str | None, typer.Option(help="Without torchrun: bandwidth of a node to assume, such as 100mbit.")
-    ] = None,
-    world_size: Annotated[
-        int | None,
-        typer.Option("--world-size", min=2, max=MAX_RANKS, help="Without torchrun: number of ranks to assume."),
-    ] = None,
-    latency: Annotated[
-        float,
-        typer.Option(
-            min=0,
-            max=MAX_LATENCY,
-            callback=finite,
-            help="Without torchrun: latency between two nodes to assume, in microseconds.",
-        ),
-    ] = 50.0,
-    ranks_per_node: Annotated[
-        int,
-        typer.Option(
-            "--ranks-per-node",
-            min=1,
-            max=MAX_RANKS,
-            envvar="LOCAL_WORLD_SIZE",
-            help="Without torchrun: number of ranks on each node. With several, a rank computes with one CPU thread "
-            "unless OMP_NUM_THREADS is set, as under torchrun.",
-        ),
-    ] = 1,
-    price: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            max=MAX_PRICE,
-            callback=finite,
-            help="Price of a GB (1e9 bytes) between nodes: prints the traffic's cost.",
-        ),
-    ] = None,
-    json: Annotated[
-        Path | None, typer.Option("--json", help="Write measurements and predictions to this file.")
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", help="Plot the step time against the bandwidth to this PNG file.")
-    ] = None,
+    model: _Model,
+    hooks: _Hooks = _ALL_HOOKS,
+    exclude: _Exclude = None,
+    threads: _Threads = None,
+    bandwidth: _Bandwidth = None,
+    world_size: _WorldSize = None,
+    latency: _Latency = 50.0,
+    ranks_per_node: _RanksPerNode = 1,
+    price: _Price = None,
+    json: _Json = None,
+    plot: _Plot = None,
 ) -> None:
     """Measure your model and network, predict the step time with each hook, and recommend a hook or none.
 
@@ -114,7 +150,8 @@ def advise_command(
 
     gradwire advise train:job --bandwidth 100gbit --world-size 16 --ranks-per-node 8
     """
-    names = parse_hooks(hooks, CHOICES)
+    excluded = () if exclude is None else parse_choices(exclude, _NOT_BASELINES, "--exclude")
+    names = tuple(name for name in parse_hooks(hooks, CHOICES) if name not in excluded)
     is_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     given = None if is_rank else _given_link(bandwidth, world_size, latency, ranks_per_node)
     if is_rank and (bandwidth is not None or world_size is not None):
@@ -122,26 +159,17 @@ def advise_command(
             "under torchrun the network is measured. Leave the option out, or run without torchrun.",
             param_hint="--bandwidth, --world-size",
         )
-    for path in (json, plot):
-        if path is not None and not path.parent.is_dir():
-            raise typer.BadParameter(f"there is no folder {path.parent}; make it first.", param_hint="--json, --plot")
-    if plot is not None and find_spec("matplotlib") is None:
-        raise typer.BadParameter("needs matplotlib. Run: pip install matplotlib", param_hint="--plot")
-    device = bench_device()
-    try:
-        with _process_group(is_rank, device):
-            started = time.monotonic()
-            measured = _measure(model, names, device, given, ranks_per_node)
-            if dist.get_rank() != 0:
-                return
-            seconds = time.monotonic() - started
-    except JobError as error:
-        if error.__cause__ is not None:
-            typer.echo("".join(traceback.format_exception(error.__cause__)), err=True)
-        typer.echo(f"gradwire advise: {str(error).rstrip('.')}.", err=True)
-        raise typer.Exit(1) from None
+    _check_outputs(json, plot)
+    if threads is None and not is_rank and ranks_per_node > 1 and "OMP_NUM_THREADS" not in os.environ:
+        threads = 1  # as torchrun sets
+    if threads is not None:
+        torch.set_num_threads(threads)
+    started = time.monotonic()
+    measured = _measured(model, names, given, ranks_per_node)
+    if measured is None:
+        return
     advice = advise(measured)
-    print_advice(measured, advice, seconds, price=price)
+    print_advice(measured, advice, time.monotonic() - started, price=price)
     if json is not None:
         json.write_text(to_json(measured, advice) + "\n")
         typer.echo(f"\nJSON: {json}")
@@ -153,12 +181,14 @@ def advise_command(
 
 
 def _given_link(bandwidth: str | None, world_size: int | None, latency: float, ranks_per_node: int) -> GivenLink:
-    """The network that the options describe. Also sets the number of CPU threads, as torchrun does for a rank."""
+    """The network that the options describe."""
     if bandwidth is None or world_size is None:
+        examples = {"--bandwidth 100mbit": bandwidth, "--world-size 8": world_size}
+        missing = [example for example, value in examples.items() if value is None]
         raise typer.BadParameter(
-            "a single process measures no network. Start one process per rank with torchrun, or give the network: "
-            "--bandwidth 100mbit --world-size 8.",
-            param_hint="--bandwidth, --world-size",
+            "a single process measures no network. Start one process per rank with torchrun, or describe the network: "
+            f"add {' '.join(missing)}.",
+            param_hint=", ".join(example.split()[0] for example in missing),
         )
     rate = parse_rate(bandwidth, "--bandwidth", is_modeled=True).mbit
     if rate is None:
@@ -167,9 +197,30 @@ def _given_link(bandwidth: str | None, world_size: int | None, latency: float, r
         raise typer.BadParameter(
             f"{ranks_per_node} is not a divisor of the world size, {world_size}.", param_hint="--ranks-per-node"
         )
-    if ranks_per_node > 1 and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)
     return GivenLink(world_size=world_size, bandwidth=1e6 * rate, latency=1e-6 * latency)
+
+
+def _check_outputs(json: Path | None, plot: Path | None) -> None:
+    """Refuse, before the measurement, files that cannot be written after it."""
+    for path in (json, plot):
+        if path is not None and not path.parent.is_dir():
+            raise typer.BadParameter(f"there is no folder {path.parent}; make it first.", param_hint="--json, --plot")
+    if plot is not None and find_spec("matplotlib") is None:
+        raise typer.BadParameter("needs matplotlib. Run: pip install matplotlib", param_hint="--plot")
+
+
+def _measured(model: str, names: tuple[str, ...], given: GivenLink | None, ranks_per_node: int) -> Measurement | None:
+    """The measurement on rank 0, None on other ranks. Ends the command if the job cannot be measured."""
+    device = bench_device()
+    try:
+        with _process_group(given is None, device):
+            measured = _measure(model, names, device, given, ranks_per_node)
+            return measured if dist.get_rank() == 0 else None
+    except JobError as error:
+        if error.__cause__ is not None:
+            typer.echo("".join(traceback.format_exception(error.__cause__)), err=True)
+        typer.echo(f"gradwire advise: {str(error).rstrip('.')}.", err=True)
+        raise typer.Exit(1) from None
 
 
 def _measure(
@@ -218,13 +269,16 @@ def print_advice(
     model, link = measured.model, measured.link
     latency = max(cost.latency for cost in link.costs.values())
     buckets = count(len(model.ready), "bucket")
+    how, digits = ("measured", 2) if measured.is_link_measured else ("given", 6)
+    bandwidth = format_bandwidth(link.bandwidth, digits)
+    optimizer = "" if model.optimizer is None else f"optimizer {1e3 * model.optimizer:.3g} ms, "
     lines = [
-        f"Model:    {format_bytes(model.gradient_bytes)} of gradients in {buckets}; "
-        f"forward {1e3 * model.forward:.3g} ms, backward {1e3 * model.backward:.3g} ms "
+        f"Model:    {format_bytes(model.gradient_bytes)} of gradients in {buckets}",
+        f"Compute:  forward {1e3 * model.forward:.3g} ms, backward {1e3 * model.backward:.3g} ms, {optimizer}"
         f"with {count(measured.threads, 'CPU thread')}",
         f"Network:  {link.world_size} ranks on {count(link.nodes, 'node')}, "
-        f"{format_bandwidth(link.bandwidth)} per {'node' if link.nodes > 1 else 'rank'} "
-        f"{'measured' if measured.is_link_measured else 'given'}; the smallest collective takes {1e3 * latency:.2g} ms",
+        f"{bandwidth} per {'node' if link.nodes > 1 else 'rank'} {how}",
+        f"Latency:  {1e3 * latency:.2g} ms for the smallest collective",
         f"Measured in {seconds:.0f} s.",
     ]
     console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
@@ -236,7 +290,18 @@ def print_advice(
         headers.append(_COST)
         for row, each in zip(rows, ranked, strict=True):
             row.append(f"{price * each.network_bytes / 1e6:,.2f}")
-    print_tables([Table(title="", headers=headers, rows=rows, styles=styles, notes=[ACCURACY_NOTE])], console)
+    notes = [
+        _WITHOUT_OPTIMIZER if model.optimizer is None else _WITH_OPTIMIZER,
+        ACCURACY_NOTE,
+        *([MARK_NOTE] if any(is_aggressive(each.hook) for each in ranked) else []),
+    ]
+    print_tables([Table(title="", headers=headers, rows=rows, styles=styles, notes=notes)], console)
+    console.print(_recommendation(advice), style="bold", highlight=False, markup=False)
+    if code := HOOKS[advice.recommended].code:
+        console.print(f"\n{code}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _recommendation(advice: Advice) -> str:
     text = f"{advice.headline}: {advice.reason}."
     if advice.buckets is not None:
         cap_mb, step_seconds = advice.buckets
@@ -244,14 +309,16 @@ def print_advice(
         text += f"network, and a step takes {1e3 * step_seconds:.1f} ms."
     if advice.recommended != PLAIN:
         text += f" {accuracy_of(advice.recommended)}"
-    console.print(text, style="bold", highlight=False, markup=False, soft_wrap=True)
-    if code := HOOKS[advice.recommended].code:
-        console.print(f"\n{code}", highlight=False, markup=False, soft_wrap=True)
+    if is_aggressive(advice.recommended):
+        others = [each for each in advice.predictions if each.hook != PLAIN and not is_aggressive(each.hook)]
+        mild = max(others, key=lambda each: each.speed_up)
+        text += f" Of the hooks without {MARK}, {mild.hook} is the fastest, with {mild.speed_up:.2f}x."
+    return text
 
 
 def _cells(each: Prediction) -> list[str]:
     return [
-        display_name(each.hook),
+        display_name(each.hook) + MARK * is_aggressive(each.hook),
         f"{1e3 * each.step_seconds:.1f}",
         f"{each.speed_up:.2f}x",
         f"{each.speed_up_over_bf16:.2f}x",
@@ -278,6 +345,7 @@ def to_json(measured: Measurement, advice: Advice) -> str:
         | {
             "break_even": "always" if each.break_even == math.inf else each.break_even,
             "steps_to_target": STEPS_TO_TARGET.get(each.hook),
+            "is_aggressive": is_aggressive(each.hook),
         }
         for each in advice.predictions
     ]

@@ -23,7 +23,7 @@ from gradwire.hooks.default_hooks import allreduce_hook
 from gradwire.hooks.telemetry import Mark, durations
 from gradwire.planner.clock import spin, synchronize
 from gradwire.planner.hook_registry import HOOKS, Registration
-from gradwire.planner.jobs import Job
+from gradwire.planner.jobs import Job, JobError
 from gradwire.planner.model import BETWEEN_NODES, IN_NODE, BucketCost, HookCost, Message, ModelCost, Overlap
 from gradwire.reducer import DistributedDataParallel
 from gradwire.reducer.bucket import BucketSpec, DenseBucket
@@ -31,6 +31,7 @@ from gradwire.reducer.bucket import BucketSpec, DenseBucket
 WARM_UP = 3  # steps: the first builds buckets, the second rebuilds them
 FIRST_COMPRESSED = 2
 MIN_STEPS, MAX_STEPS = 3, 10
+OPTIMIZER_STEPS = 6  # equal on all ranks, as a step may be collective; the first creates the state
 
 
 class Buckets(NamedTuple):
@@ -90,6 +91,27 @@ def measure_model(
     return cost, Buckets(list(specs), gradients)
 
 
+def measure_optimizer(job: Job, device: torch.device) -> float | None:
+    """Time a step of the job's optimizer on the gradients that the model has; None without an optimizer.
+
+    The steps change the model. Raises JobError if a step fails.
+    """
+    if job.optimizer is None:
+        return None
+    samples = []
+    for _ in range(OPTIMIZER_STEPS):
+        synchronize(device)
+        begin = Mark(device)
+        try:
+            job.optimizer.step()
+        except Exception as error:
+            raise JobError(f"optimizer.step() raised {type(error).__name__}: {error}.") from error
+        end = Mark(device)
+        synchronize(device)
+        samples.append(_seconds(begin, end))
+    return median(samples[1:])
+
+
 def _spec(bucket: Any) -> BucketSpec:
     parameters = bucket.parameters()
     return BucketSpec(
@@ -98,6 +120,7 @@ def _spec(bucket: Any) -> BucketSpec:
         members=list(range(len(parameters))),
         parameters=parameters,
         names=bucket.parameter_names(),
+        model_parameters=bucket.model_parameters,  # so that one handshake serves all buckets and steps
     )
 
 

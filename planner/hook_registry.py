@@ -1,5 +1,6 @@
 """The hooks that `gradwire advise`, the demo and the benchmarks compare. To add a hook to all of them, add an entry."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -172,6 +173,12 @@ ACCURACY_NOTE = (
     "steps to target: relative to no hook, until a GPT with 2.3 M parameters reached a validation loss of 2.5 on two "
     "ranks. Your model may differ"
 )
+TOLERATED_STEPS = 1.1  # relative to no hook; hooks that take more are aggressive
+MARK = "!"
+MARK_NOTE = (
+    f"{MARK}: aggressive: took over {100 * (TOLERATED_STEPS - 1):.0f} % more steps to target, or was not trained. "
+    "Compare loss curves before you rely on it"
+)
 # For hooks that were not trained, the one that changes gradients most alike.
 _NEAREST = {
     **dict.fromkeys(("bf16", "scaled-fp16", "bf16-fp32-sum"), "fp16"),
@@ -180,6 +187,14 @@ _NEAREST = {
     ),
     **{"fp8": "int8", "sign": "int2", "powersgd-r32": "powersgd-r16"},
 }
+
+
+def is_aggressive(hook: str) -> bool:
+    """Whether a hook took more than `TOLERATED_STEPS` to the target, or was not trained.
+
+    Hooks without error memory are never aggressive: they only round gradients to 16 bits.
+    """
+    return HOOKS[hook].error_feedback and STEPS_TO_TARGET.get(hook, math.inf) > TOLERATED_STEPS
 
 
 def accuracy_of(hook: str) -> str:

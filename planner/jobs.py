@@ -24,11 +24,15 @@ class Job(NamedTuple):
     # called with the model, or with the model wrapped in DDP. Runs a forward pass on a batch of the usual size,
     # and returns a tensor with one element.
     loss: Callable[[nn.Module], Tensor]
+    optimizer: torch.optim.Optimizer | None = None  # over the model's parameters; None: steps are predicted without it
 
 
 Build = Callable[[torch.device], Job]
 
-CONTRACT = "a function that takes a torch.device and returns (model, loss), where loss(model) runs one batch"
+CONTRACT = (
+    "a function that takes a torch.device and returns (model, loss) or (model, loss, optimizer), where loss(model) "
+    "runs one batch"
+)
 
 
 def load(name: str) -> Build:
@@ -61,9 +65,13 @@ def _called(name: str, function: Callable[[torch.device], object], device: torch
         made = function(device)
     except Exception as error:
         raise JobError(f"{name} raised {type(error).__name__}: {error}. Expected {CONTRACT}.") from error
-    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1])):
-        raise JobError(f"{name} returned {type(made).__name__}; expected {CONTRACT}.")
-    return Job(*made)
+    if isinstance(made, tuple) and len(made) in (2, 3):
+        model, loss, optimizer = (*made, None)[:3]
+        can_step = optimizer is None or callable(getattr(optimizer, "step", None))
+        if isinstance(model, nn.Module) and callable(loss) and can_step:
+            return Job(model, loss, optimizer)
+    types = ", ".join(type(each).__name__ for each in made) if isinstance(made, tuple) else type(made).__name__
+    raise JobError(f"{name} returned {types}; expected {CONTRACT}.")
 
 
 def check(job: Job, device: torch.device) -> Job:

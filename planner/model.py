@@ -87,6 +87,7 @@ class ModelCost:
     # for each bucket, in the order of launch, the seconds from the start of the backward pass until all its
     # gradients are ready
     ready: tuple[float, ...]
+    optimizer: float | None = None  # seconds of an optimizer step; None: not measured, and not part of the step
     gradient_bytes: int
     overlap: Overlap  # work that overlaps the backward pass on this device
 
@@ -131,7 +132,7 @@ class Link:
 
 
 def step_seconds(model: ModelCost, hook: HookCost, link: Link) -> float:
-    """Predict the seconds of a step: forward, backward, and the exchange of all gradients with a hook."""
+    """Predict the seconds of a step: forward, backward, exchange of all gradients with a hook, and optimizer."""
     launches = list(accumulate(bucket.launch for bucket in hook.buckets))
     launched = [model.forward + ready + delay for ready, delay in zip(model.ready, launches, strict=True)]
     times = [
@@ -142,12 +143,13 @@ def step_seconds(model: ModelCost, hook: HookCost, link: Link) -> float:
     for bucket, exchanged in zip(hook.buckets, exchange_ends(launched, times, MAX_TASKS_IN_FLIGHT), strict=True):
         end = max(end, exchanged) + bucket.finish
     end = max(end, busy_until(launched, times))
+    optimizer = model.optimizer or 0.0
     if model.overlap is Overlap.EVERYTHING:
-        return end
+        return end + optimizer
     computed = model.forward + model.backward
     computed += sum(bucket.launch + sum(bucket.compute) + bucket.finish for bucket in hook.buckets)
     exposed = times if model.overlap is Overlap.NOTHING else times[-1:]
-    return max(end, computed + sum(sum(bucket.latency) + sum(bucket.busy) for bucket in exposed))
+    return max(end, computed + sum(sum(bucket.latency) + sum(bucket.busy) for bucket in exposed)) + optimizer
 
 
 def with_larger_buckets(model: ModelCost, hook: HookCost, factor: int) -> tuple[ModelCost, HookCost]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from gradwire.comm import executor_for
 from gradwire.planner import jobs
-from gradwire.planner.compute_probe import HookProbe, measure_model
+from gradwire.planner.compute_probe import HookProbe, measure_model, measure_optimizer
 from gradwire.planner.jobs import Build, JobError
 from gradwire.planner.link_probe import MessageTime, ideal_link, measure_link, overhead_per_message
 from gradwire.planner.model import HookCost, Link, ModelCost, Overlap
@@ -75,6 +75,7 @@ def measure(
         device, ranks_per_node if given is not None else _gathered(socket.gethostname()).count(socket.gethostname())
     )
     model, buckets = measure_model(job, group, device, overlap, MODEL_BUDGET)
+    model = replace(model, optimizer=on_all_ranks(lambda: measure_optimizer(job, device)))
     own = dist.new_group()  # its executor is replaced
     assert isinstance(own, dist.ProcessGroup)
     if given is None:

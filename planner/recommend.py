@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from gradwire.planner.compute_probe import FIRST_COMPRESSED
-from gradwire.planner.hook_registry import HOOKS, display_name
+from gradwire.planner.hook_registry import HOOKS
 from gradwire.planner.link_probe import bytes_out_of_node
 from gradwire.planner.model import HookCost, Link, ModelCost, break_even, step_seconds, with_larger_buckets
 from gradwire.planner.probe import CAST, PLAIN, Measurement
@@ -19,7 +19,7 @@ DEFAULT_CAP_MB = 25  # of DistributedDataParallel
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
     hook: str  # name of the hook
-    step_seconds: float  # forward, backward and gradient exchange
+    step_seconds: float  # forward, backward, gradient exchange and, if it was measured, optimizer
     speed_up: float  # over a step without a hook
     speed_up_over_bf16: float  # over a step with the bf16 hook
     # bandwidth in bits per second below which the hook makes a step shorter; None if it never does, infinity if
@@ -53,9 +53,10 @@ class Advice:
 def advise(measured: Measurement) -> Advice:
     """Predict the step time with each hook, and recommend a hook or none.
 
-    A hook is worthwhile if its steps are at least `WORTHWHILE` times as fast as those without a hook. Any hook but bf16
-    must also be `WORTHWHILE` times as fast as bf16. Of the hooks within this ratio of the fastest, the one that keeps
-    the most bytes of the gradients is recommended, because it changes them least.
+    A hook is worthwhile if its steps are at least `WORTHWHILE` times as fast as those without a hook. bf16 is
+    recommended if it is worthwhile, and no hook is `WORTHWHILE` times as fast as bf16. Otherwise, of the worthwhile
+    hooks within this ratio of the fastest, the one that keeps the most bytes of the gradients is recommended, because
+    it changes them least.
     """
     by_name = {hook.name: hook for hook in measured.hooks}
     seconds = {name: step_seconds(measured.model, hook, measured.link) for name, hook in by_name.items()}
@@ -108,20 +109,15 @@ def _network_bytes(hook: HookCost, link: Link) -> int:
 
 
 def _recommend(predictions: Sequence[Prediction]) -> tuple[str, str]:
-    fastest = max(predictions, key=lambda each: each.speed_up)
-    worthwhile = f"{100 * (WORTHWHILE - 1):.0f} %"
-    if fastest.speed_up < WORTHWHILE:
-        return PLAIN, (
-            f"no hook makes a step {worthwhile} faster; the best is {display_name(fastest.hook)} with "
-            f"{fastest.speed_up:.2f}x"
-        )
-    bf16 = next(each for each in predictions if each.hook == CAST)
-    if fastest.speed_up_over_bf16 < WORTHWHILE:
-        return (
-            CAST,
-            f"a step is {bf16.speed_up:.2f}x as fast as without, and no other hook is {worthwhile} faster",
-        )
-    near = [each for each in predictions if each.speed_up * WORTHWHILE >= fastest.speed_up]
+    percent = f"{100 * (WORTHWHILE - 1):.0f} %"
+    fastest = max((each for each in predictions if each.hook != PLAIN), key=lambda each: each.speed_up)
+    worthwhile = {each.hook: each for each in predictions if each.speed_up >= WORTHWHILE}
+    if not worthwhile:
+        return PLAIN, f"no hook makes a step {percent} faster; the best is {fastest.hook} with {fastest.speed_up:.2f}x"
+    if CAST in worthwhile and fastest.speed_up_over_bf16 < WORTHWHILE:
+        speed_up = worthwhile[CAST].speed_up
+        return CAST, f"a step is {speed_up:.2f}x as fast as without a hook, and no other hook is {percent} faster"
+    near = [each for each in worthwhile.values() if each.speed_up * WORTHWHILE >= fastest.speed_up]
     chosen = max(near, key=lambda each: each.bytes_kept)
     return chosen.hook, (
         f"a step is {chosen.speed_up:.2f}x as fast as without a hook, {chosen.speed_up_over_bf16:.2f}x as with bf16"

@@ -19,6 +19,7 @@ WITHOUT_NUMBERS = {
     *(
         "output",
         "hooks",
+        "exclude",
         "models",
         "model",
         "task",

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -17,10 +18,10 @@ from gradwire.bench.plots import draw_advice
 from gradwire.bench.record import Metric, load
 from gradwire.bench.tables import format_bandwidth
 from gradwire.cli.advise import print_advice, to_json
-from gradwire.planner.hook_registry import HOOKS, STEPS_TO_TARGET, accuracy_of
+from gradwire.planner.hook_registry import HOOKS, STEPS_TO_TARGET, TOLERATED_STEPS, accuracy_of, is_aggressive
 from gradwire.planner.model import BucketCost, HookCost, Link, Message, MessageCost, ModelCost, Overlap
 from gradwire.planner.probe import Measurement
-from gradwire.planner.recommend import advise, larger_buckets
+from gradwire.planner.recommend import DEFAULT_CAP_MB, WORTHWHILE, advise, larger_buckets
 
 KIND = "all-reduce float32"
 
@@ -71,10 +72,45 @@ def test_bf16_is_recommended_if_no_hook_is_faster():
     assert "no other hook is 5 % faster" in advice.reason
 
 
+@pytest.mark.parametrize(
+    ("seconds", "recommended"),
+    [
+        ({"bf16": 0.96, "int8": 0.96}, "none"),
+        ({"bf16": 0.95, "int8": 0.91}, "bf16"),
+        ({"bf16": 0.95, "int8": 0.90}, "int8"),
+        ({"bf16": 0.99, "int8": 0.95}, "int8"),  # bf16 is not worthwhile
+        ({"bf16": 1.2, "int4": 0.95, "int8": 0.99}, "int4"),  # int8 is near the fastest, and not worthwhile
+        ({"bf16": 1.2, "int8": 1.3}, "none"),
+    ],
+    ids=str,
+)
+def test_recommended_hook_makes_a_step_five_percent_faster(seconds, recommended):
+    model = ModelCost(forward=0, backward=0, ready=(0,), gradient_bytes=1, overlap=Overlap.EVERYTHING)
+    nbytes = {"none": 8, "bf16": 4, "int8": 2, "int4": 1}
+    hooks = [hook(name, nbytes[name], each) for name, each in {"none": 1.0, **seconds}.items()]
+    link = Link(world_size=2, bandwidth=1e9, costs={KIND: MessageCost(0, 1e-13)})
+    advice = advise(Measurement(model=model, hooks=hooks, link=link, threads=1, is_link_measured=True))
+    assert advice.recommended == recommended
+    assert "the best is no hook" not in advice.reason
+
+
+def test_thresholds_in_the_docs_are_those_of_the_code():
+    page = (Path(__file__).parents[2] / "docs" / "advise.md").read_text()
+    rules = page[page.index("The recommendation depends") : page.index("`gradwire advise` does not measure")]
+    assert set(re.findall(r"(\d+) %", rules)) == {f"{100 * (WORTHWHILE - 1):.0f}"}
+    assert f"more than {100 * (TOLERATED_STEPS - 1):.0f} % more steps to target" in page
+    assert f"buckets of {DEFAULT_CAP_MB} MiB" in rules
+
+
 def printed(case):
     console = Console(file=io.StringIO(), width=80)
     print_advice(case, advise(case), 3.0, console)
     return console.file.getvalue()
+
+
+def told(case):
+    """The report without line breaks."""
+    return " ".join(printed(case).split())
 
 
 def test_report_names_threads_and_nodes():
@@ -82,10 +118,18 @@ def test_report_names_threads_and_nodes():
     on_one = replace(case, link=replace(case.link, ranks_per_node=2))
     on_nodes = replace(case, threads=4, link=replace(case.link, world_size=16, ranks_per_node=8))
     assert "with 1 CPU thread\n" in printed(case)
-    assert "2 ranks on 2 nodes, 10 Mb/s per node measured;" in printed(case)
-    assert "2 ranks on 1 node, 10 Mb/s per rank measured;" in printed(on_one)
+    assert "2 ranks on 2 nodes, 10 Mb/s per node measured\n" in printed(case)
+    assert "2 ranks on 1 node, 10 Mb/s per rank measured\n" in printed(on_one)
     assert "with 4 CPU threads\n" in printed(on_nodes)
-    assert "16 ranks on 2 nodes, 10 Mb/s per node measured;" in printed(on_nodes)
+    assert "16 ranks on 2 nodes, 10 Mb/s per node measured\n" in printed(on_nodes)
+
+
+def test_report_tells_whether_the_optimizer_is_part_of_the_step():
+    case = measured(1e7, *all_hooks())
+    with_optimizer = replace(case, model=replace(case.model, optimizer=0.05))
+    assert "gradient exchange, without the optimizer. To include it, return (model, loss, optimizer)" in told(case)
+    assert "backward 200 ms, optimizer 50 ms, with 1 CPU thread" in told(with_optimizer)
+    assert "gradient exchange and optimizer steps to target" in told(with_optimizer)
 
 
 def test_report_has_a_row_per_hook_and_ends_with_code():
@@ -98,12 +142,12 @@ def test_report_has_a_row_per_hook_and_ends_with_code():
 
 
 def test_report_tells_the_measured_accuracy():
-    text = " ".join(printed(measured(1e7, *all_hooks())).split())
+    text = told(measured(1e7, *all_hooks()))
     assert "int2 took 1.03 times the steps to the same loss on a GPT with 2.3 M parameters. Check the loss" in text
     assert "steps to target: relative to no hook, until a GPT" in text.replace("Steps", "steps")
     (row,) = [line for line in printed(measured(1e7, *all_hooks())).splitlines() if line.startswith("int2")]
     assert row.split()[-1] == f"{STEPS_TO_TARGET['int2']:.2f}x"
-    fast = " ".join(printed(measured(1e12, *all_hooks())).split())
+    fast = told(measured(1e12, *all_hooks()))
     assert "the same loss" not in fast, "no hook is recommended"
 
 
@@ -118,6 +162,25 @@ def test_measured_accuracy_is_that_of_the_kept_results():
     trained = {r["hook"] for r in records if r.implementation == GRADWIRE} & HOOKS.keys() - {"none"}
     assert {hook: round(steps(hook) / steps("none"), 2) for hook in trained} == STEPS_TO_TARGET
     assert target_of(records[0].provenance["settings"]).startswith("validation loss (nats per byte) <= 2.5")
+
+
+def test_aggressive_hooks_are_those_that_took_more_steps_or_were_not_trained():
+    aggressive = {name for name in HOOKS if is_aggressive(name)}
+    assert aggressive >= {"powersgd-r4", "powersgd-r8-int8", "powersgd-r1", "sign"}
+    assert not aggressive & {"none", "allreduce", "fp16", "bf16", "bf16-fp32-sum", "int8", "int4", "powersgd-r16"}
+
+
+def test_report_marks_aggressive_hooks_and_names_the_fastest_other():
+    case = measured(1e7, *all_hooks(), hook("powersgd-r1", 10**5, 0.0))
+    names = [line.split()[0] for line in printed(case).splitlines() if line.startswith(("int", "bf16", "powersgd"))]
+    assert names[:4] == ["powersgd-r1!", "int2", "int4", "bf16"]
+    assert "!: aggressive: took over 10 % more steps" in told(case)
+    assert "Of the hooks without !, int2 is the fastest, with 18.2" in told(case)
+    assert [each["is_aggressive"] for each in json.loads(to_json(case, advise(case)))["predictions"]] == [
+        *[False] * 4,
+        True,
+    ]
+    assert "!" not in printed(measured(1e7, *all_hooks()))
 
 
 @pytest.mark.parametrize("name", [name for name in HOOKS if name not in ("none", "noop", "allreduce")])
@@ -150,7 +213,7 @@ def test_larger_buckets_are_advised_where_messages_wait_for_the_network():
     assert advice.buckets.cap_mb == 4 * 64, "two buckets are in flight at once"
     assert advice.buckets.step_seconds == pytest.approx(0.1 + 0.08 + 0.004 + 0.2)
     assert chosen.step_seconds > 2 * advice.buckets.step_seconds
-    assert "Pass bucket_cap_mb=256 to DistributedDataParallel" in printed(case(0.2))
+    assert "Pass bucket_cap_mb=256 to DistributedDataParallel" in told(case(0.2))
     assert json.loads(to_json(case(0.2), advice))["bucket_cap_mb"] == 256
     for name, why in (("powersgd-r4", "has four times larger ones"), ("powersgd-r4-batched", "would send less")):
         assert larger_buckets(model, replace(hooks[2], name=name), hooks[0], case(0.2).link) is None, why
@@ -173,10 +236,19 @@ def test_plot_is_a_png_file(tmp_path):
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_bandwidth_is_rounded_to_three_digits_before_its_unit_is_chosen():
-    texts = {1e6: "1 Mb/s", 99.96e6: "100 Mb/s", 999.4e6: "999 Mb/s", 999.7e6: "1 Gb/s", 12.34e9: "12.3 Gb/s"}
-    texts[999.7e9] = "1 Tb/s"
+def test_bandwidth_is_rounded_to_two_digits_before_its_unit_is_chosen():
+    texts = {1e6: "1 Mb/s", 99.6e6: "100 Mb/s", 994e6: "990 Mb/s", 996e6: "1 Gb/s", 12.34e9: "12 Gb/s"}
+    texts |= {567e9: "570 Gb/s", 997e9: "1 Tb/s", 1.26e12: "1.3 Tb/s"}
     assert {bandwidth: format_bandwidth(bandwidth) for bandwidth in texts} == texts
+
+
+def test_given_bandwidth_keeps_its_digits_and_others_have_two():
+    given = replace(measured(123.4e6, *all_hooks()), is_link_measured=False)
+    assert "123.4 Mb/s per node given" in printed(given)
+    assert "120 Mb/s per node measured" in printed(measured(123.4e6, *all_hooks()))
+    pays_below = re.findall(r"([\d.]+) [MG]b/s", printed(given).split("\n\n")[1])
+    assert len(pays_below) == 3
+    assert all(float(number) == float(f"{float(number):.2g}") for number in pays_below)
 
 
 @pytest.mark.parametrize("name", [name for name, entry in HOOKS.items() if entry.code])

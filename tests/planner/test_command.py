@@ -12,10 +12,13 @@ import typer
 from typer.testing import CliRunner
 
 from gradwire.bench.launch import HERE, LaunchError, launch
+from gradwire.bench.models import JOBS
 from gradwire.cli import advise
 from gradwire.cli.app import app
+from gradwire.hooks import _handshake
 from gradwire.planner import probe
 from gradwire.planner.model import Overlap
+from gradwire.planner.probe import GivenLink
 
 TRAINING = """
 import torch
@@ -27,6 +30,10 @@ def job(device):
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8)).to(device)
     inputs = torch.randn(4, 64, device=device)
     return model, lambda model: model(inputs).square().mean()
+
+def trained(device):
+    model, loss = job(device)
+    return model, loss, torch.optim.AdamW(model.parameters(), lr=1e9)
 
 def frozen(device):
     return nn.Linear(2, 2).requires_grad_(False), lambda model: model(torch.ones(1, 2)).sum()
@@ -51,11 +58,12 @@ def refusal(*arguments):
 
 
 def test_two_ranks_measure_the_network_and_advise(folder):
-    launch("gradwire.cli", ["advise", "my_training:job", "--hooks", "int4,powersgd-r1", "--json", "a.json"], [HERE] * 2)
+    options = ["--hooks", "int4,powersgd-r1", "--threads", "2", "--json", "a.json"]
+    launch("gradwire.cli", ["advise", "my_training:job", *options], [HERE] * 2)
     content = json.loads((folder / "a.json").read_text())
     link = content["measurement"]["link"]
     assert content["measurement"]["is_link_measured"]
-    assert content["measurement"]["threads"] == int(os.environ.get("OMP_NUM_THREADS", 1))
+    assert content["measurement"]["threads"] == 2
     assert link["world_size"] == 2
     assert {"all-reduce float32", "all-reduce bfloat16", "all-to-all", "all-gather"} <= link["costs"].keys()
     samples = content["measurement"]["samples"]
@@ -94,7 +102,7 @@ def test_job_that_cannot_be_measured_is_refused_on_every_rank(folder, job, ranks
 
 def test_single_process_predicts_for_a_given_network(folder):
     network = "--bandwidth 100mbit --world-size 8 --ranks-per-node 4 --latency 1000"
-    arguments = f"advise my_training:job --hooks int4 {network} --price 20000 --plot plot.png --json a.json".split()
+    arguments = f"advise my_training:trained --hooks int4 {network} --price 20000 --plot plot.png --json a.json".split()
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | {"NO_COLOR": "1"}
     command = [sys.executable, "-m", "gradwire.cli", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
@@ -103,6 +111,7 @@ def test_single_process_predicts_for_a_given_network(folder):
     assert "8 ranks on 2 nodes, 100 Mb/s per node given" in done.stdout
     content = json.loads((folder / "a.json").read_text())
     costs = content["measurement"]["link"]["costs"]
+    assert content["measurement"]["model"]["optimizer"] > 0
     assert content["measurement"]["link"]["world_size"] == 8
     has_spare_cores = len(os.sched_getaffinity(0)) >= 4 * 2 if hasattr(os, "sched_getaffinity") else os.cpu_count() >= 8
     assert content["measurement"]["model"]["overlap"] == ("everything" if has_spare_cores else "nothing")
@@ -121,27 +130,48 @@ def test_single_process_predicts_for_a_given_network(folder):
 
 
 @pytest.mark.parametrize(
-    ("environment", "arguments", "is_limited"),
+    ("environment", "arguments", "threads"),
     [
-        ({}, [], False),
-        ({}, ["--ranks-per-node", "2"], True),
-        ({"LOCAL_WORLD_SIZE": "2"}, [], True),
-        ({"OMP_NUM_THREADS": "3"}, ["--ranks-per-node", "2"], False),
+        ({}, [], []),
+        ({}, ["--ranks-per-node", "2"], [1]),
+        ({"LOCAL_WORLD_SIZE": "2"}, [], [1]),
+        ({"OMP_NUM_THREADS": "3"}, ["--ranks-per-node", "2"], []),
+        ({"OMP_NUM_THREADS": "3"}, ["--ranks-per-node", "2", "--threads", "4"], [4]),
     ],
     ids=str,
 )
-def test_single_process_uses_the_threads_torchrun_would_give(monkeypatch, environment, arguments, is_limited):
-    """One thread if several ranks share a node and OMP_NUM_THREADS is not set."""
+def test_single_process_uses_the_threads_torchrun_would_give(monkeypatch, environment, arguments, threads):
+    """One thread if several ranks share a node and OMP_NUM_THREADS is not set; `--threads` overrides it."""
     for name in ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    limits = []
-    monkeypatch.setattr(torch, "set_num_threads", limits.append)
+    given = []
+    monkeypatch.setattr(torch, "set_num_threads", given.append)
     monkeypatch.setattr(advise, "_measure", mock.Mock(side_effect=typer.Exit))
     done = CliRunner().invoke(app, ["advise", "tiny-layers", "--bandwidth", "1gbit", "--world-size", "4", *arguments])
     assert done.exit_code == 0, done.output
-    assert limits == [1] * is_limited
+    assert given == threads
+
+
+def test_excluded_hooks_are_not_measured(monkeypatch):
+    measure = mock.Mock(side_effect=typer.Exit)
+    monkeypatch.setattr(advise, "_measure", measure)
+    network = ["--bandwidth", "1gbit", "--world-size", "4"]
+    hooks = ["--hooks", "int8,int4,sign", "--exclude", "sign, int8,fp8"]
+    done = CliRunner().invoke(app, ["advise", "tiny-layers", *network, *hooks])
+    assert done.exit_code == 0, done.output
+    assert measure.call_args.args[1] == ("int4",)
+
+
+def test_each_hook_joins_one_handshake(world_of_one, monkeypatch):
+    """Ranks measure different numbers of steps, and a handshake costs more than a launch."""
+    compare = mock.Mock(wraps=_handshake._compare)
+    monkeypatch.setattr(_handshake, "_compare", compare)
+    link = GivenLink(world_size=2, bandwidth=1e9, latency=0)
+    probe.measure(JOBS["tiny-layers"], ("int4", "powersgd-r4"), torch.device("cpu"), link)
+    hooks = [call.args[1]["hook"] for call in compare.call_args_list]
+    assert hooks == ["bf16_compress_hook", "quantization_hook", "powerSGD_hook"]
 
 
 @pytest.mark.parametrize(
@@ -157,11 +187,15 @@ def test_backward_pass_overlaps_if_each_rank_has_a_spare_core(monkeypatch, cores
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["tiny-layers"], "a single process measures no network"),
-        (["tiny-layers", "--bandwidth", "100mbit"], "a single process measures no network"),
+        (["tiny-layers"], "Invalid value for --bandwidth, --world-size: a single process measures no network"),
+        (["tiny-layers"], "describe the network: add --bandwidth 100mbit --world-size 8."),
+        (["tiny-layers", "--bandwidth", "100mbit"], "describe the network: add --world-size 8."),
+        (["tiny-layers", "--world-size", "2"], "Invalid value for --bandwidth: a single process"),
         (["tiny-layers", "--bandwidth", "fast", "--world-size", "2"], "'fast' is not a rate"),
         (["tiny-layers", "--bandwidth", "unlimited", "--world-size", "2"], "expected a number"),
         (["tiny-layers", "--hooks", "int5"], "'int5'"),
+        (["tiny-layers", "--exclude", "int5"], "Invalid value for --exclude: unknown: 'int5'"),
+        (["tiny-layers", "--exclude", "bf16"], "Invalid value for --exclude: unknown: 'bf16'"),
     ],
 )
 def test_incomplete_or_wrong_options_are_refused(arguments, message):

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from gradwire.planner.compute_probe import measure_optimizer
 from gradwire.planner.jobs import Job, JobError, check, load
 
 CPU = torch.device("cpu")
@@ -14,6 +15,13 @@ from torch import nn
 def job(device):
     model = nn.Linear(3, 2).to(device)
     return model, lambda model: model(torch.ones(4, 3, device=device)).sum()
+
+def with_optimizer(device):
+    model, loss = job(device)
+    return model, loss, torch.optim.SGD(model.parameters())
+
+def with_a_number(device):
+    return *job(device), 3
 
 def breaks(device):
     raise RuntimeError("no data")
@@ -42,6 +50,11 @@ def test_job_in_current_folder_is_loaded(folder):
     assert isinstance(job.model, nn.Linear)
 
 
+def test_job_may_have_an_optimizer(folder):
+    assert load("my_training:job")(CPU).optimizer is None
+    assert isinstance(load("my_training:with_optimizer")(CPU).optimizer, torch.optim.SGD)
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -58,7 +71,12 @@ def test_unknown_job_is_refused(folder, name, message):
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("breaks", "raised RuntimeError: no data"), ("returns_a_model", "returned Linear; expected")]
+    ("name", "message"),
+    [
+        ("breaks", "raised RuntimeError: no data"),
+        ("returns_a_model", "returned Linear; expected"),
+        ("with_a_number", "returned Linear, function, int; expected"),
+    ],
 )
 def test_function_that_is_no_job_is_refused(folder, name, message):
     with pytest.raises(JobError, match=message):
@@ -118,6 +136,13 @@ class FailsInBackward(nn.Linear):
 def test_model_that_cannot_be_measured_is_refused(model, loss, message):
     with pytest.raises(JobError, match=message):
         check(Job(model, loss), CPU)
+
+
+def test_optimizer_step_that_fails_is_refused():
+    model = nn.Linear(2, 2)
+    job = Job(model, lambda _: None, torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(JobError, match=r"optimizer.step\(\) raised TypeError: .* 'closure'"):
+        measure_optimizer(job, CPU)
 
 
 def test_loss_that_does_not_call_its_argument_is_refused():

@@ -1,6 +1,7 @@
 """The model of a step, on drawn costs: no processes, no clocks."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -147,6 +148,14 @@ def test_step_of_four_buckets_is_that_worked_out_by_hand(overlap, expected):
     bucket = BucketCost(1, (6, 1, 1), (Message(KINDS[0], 4), Message(KINDS[1], 1)), 1)
     hook = HookCost(name="a hook", buckets=(bucket,) * 4, memory_bytes=0)
     assert step_seconds(model, hook, fast_link(latency=2.0, per_byte=1.0)) == expected
+
+
+@given(cases(), seconds)
+@settings(deadline=None)
+def test_optimizer_adds_its_time_to_the_step(case, optimizer):
+    model, hook, link = case
+    with_optimizer = replace(model, optimizer=optimizer)
+    assert step_seconds(with_optimizer, hook, link) == step_seconds(model, hook, link) + optimizer
 
 
 @given(cases(), st.integers(1, 6))
