@@ -14,7 +14,7 @@ import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from importlib import import_module
 from typing import Any
 from unittest import mock
@@ -138,6 +138,7 @@ def _renew(targets: Sequence[Tensor], call: Callable[[], object]) -> None:
 def _recorded(kernel: Kernel) -> Kernel:
     """A kernel whose calls are recorded in captures."""
 
+    @wraps(kernel)  # `dispatch.choose` reads the name
     def call(*arguments: Any, **keywords: Any) -> None:
         if GraphOnCpu.under_way is None:
             kernel(*arguments, **keywords)
