@@ -37,6 +37,7 @@ from gradwire.bench.gpu.hook_checks import HOOK_CHECKS
 from gradwire.bench.gpu.kernel_checks import KERNEL_CHECKS
 from gradwire.bench.gpu.report import tables
 from gradwire.bench.gpu.sanitizer import SANITIZER_CASES
+from gradwire.bench.gpu.sharded_checks import SHARDED_CHECKS
 from gradwire.bench.gpu.timings import HOOK_TIMINGS, KERNEL_TIMINGS
 from gradwire.bench.gpu.worker import CASE_LIMIT, Crew, Rehearse
 from gradwire.bench.record import provenance
@@ -59,7 +60,7 @@ def cases_of(stage: str) -> Mapping[str, LaneCase]:
     if stage == "first ranks":
         return first.FIRST_RANKS
     if stage == "ranks":
-        return HOOK_CHECKS
+        return {**HOOK_CHECKS, **SHARDED_CHECKS}
     if stage == "sanitize":
         return SANITIZER_CASES
     if stage == "bench":
