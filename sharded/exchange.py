@@ -39,7 +39,7 @@ class ShardedExchange:
     the backward overlaps the backward instead: it is awaited when the backward ends.
 
     Args:
-        groups: the process groups of shards and of replicas, in the same order on all ranks.
+        groups: the process groups of shards, of replicas and of tensor parallel ranks, in the same order on all ranks.
         device: device of the gradients.
         settings: settings that must be equal on all ranks, with the name of the ``hook``.
 

@@ -86,6 +86,12 @@ def shard_group(group: Any) -> dist.ProcessGroup | None:
     return group.mesh_info.shard_process_group if has_shards(group) else None
 
 
+def mesh_groups(group: Any) -> list[dist.ProcessGroup]:
+    """Process groups of all dimensions of the parameters' meshes, including tensor parallel ones, of several ranks."""
+    meshes = dict.fromkeys(each.sharded_param.device_mesh for each in group.fsdp_params)
+    return [found for mesh in meshes for found in mesh.get_all_groups() if found.size() > 1]
+
+
 def holds_partial_sums(group: Any) -> bool:
     """Whether a parameter group holds sums of a replica that later micro-batches will all-reduce."""
     return group._partial_reduce_output is not None
