@@ -142,7 +142,7 @@ class Attachment:
                     saved[entry] = {name: self._as_shard(each, errors.get(name)) for name, each in self._trainable()}
         if self._scattered:
             within = {name: error for each in self._scattered for name, error in each.saved_errors().items()}
-            saved[WITHIN] = {name: self._as_shard(each, within[name]) for name, each in self._trainable()}
+            saved[WITHIN] = {name: self._as_shard(each, within.get(name)) for name, each in self._trainable()}
         return saved
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

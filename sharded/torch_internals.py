@@ -127,9 +127,7 @@ def is_read_in_backward(group: Any, dtype: torch.dtype) -> bool:
     Otherwise the flat tensor is the memory of the gradients.
     """
     found = [each for each in group.fsdp_params if each.sharded_param.requires_grad]
-    # Since PyTorch 2.15, gradients may have a dtype of their own.
-    dtypes = {getattr(each, "sharded_grad_dtype", each.sharded_param.dtype) for each in found}
-    is_kept = dtypes == {dtype} and all(each.sharded_param.grad is None for each in found)
+    is_kept = set(map(gradient_dtype, found)) == {dtype} and all(each.sharded_param.grad is None for each in found)
     return not is_kept or runs_optimizers(found) or group._all_reduce_hook is not None
 
 
@@ -179,7 +177,14 @@ def trainable(group: Any, names: Sequence[str]) -> dict[str, Any] | None:
     found = {
         name: each for name, each in zip(names, group.fsdp_params, strict=True) if each.sharded_param.requires_grad
     }
-    return found if len({each.sharded_param.dtype for each in found.values()}) <= 1 else None
+    dtypes = {(each.sharded_param.dtype, gradient_dtype(each)) for each in found.values()}
+    return found if len(dtypes) <= 1 else None
+
+
+def gradient_dtype(parameter: Any) -> torch.dtype | None:
+    """The dtype of a parameter's gradient: since PyTorch 2.15, it may differ from the parameter's. None: any dtype."""
+    dtype: torch.dtype | None = getattr(parameter, "sharded_grad_dtype", parameter.sharded_param.dtype)
+    return dtype
 
 
 def flat_order(group: Any, names: Sequence[str]) -> dict[str, torch.Size] | None:

@@ -17,7 +17,7 @@ from gradwire.hooks.default_hooks import CastState, allreduce_hook, bf16_compres
 from gradwire.hooks.powerSGD_hook import PowerSGDState
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState
-from gradwire.sharded import ReduceScatterOptions
+from gradwire.sharded import ReduceScatterOptions, torch_internals
 from tests.support.bits import assert_same_bits
 from tests.support.ranks import from_all_ranks, on_ranks
 from tests.support.sharded import (
@@ -464,6 +464,24 @@ def test_reduce_scatter_with_a_missing_gradient_is_in_16_bits_and_keeps_its_erro
     for name in ("between.weight", "second.weight", "last.weight"):
         assert_same_bits(after[name].to_local(), before[name].to_local())
     assert not torch.equal(after["spare.weight"].to_local(), before["spare.weight"].to_local())
+
+
+@on_ranks(4)
+def test_gradients_of_several_dtypes_in_a_parameter_group_are_sent_in_16_bits():
+    native, ours = sharded("fsdp"), sharded("fsdp")
+    attachment = gradwire.attach(ours, within=ReduceScatterOptions(wire="int4"))
+
+    def gradient_dtype(parameter):  # a stand-in for PyTorch 2.15, which then orders the flat tensor by dtype
+        return torch.bfloat16 if parameter.sharded_param.dim() == 1 else torch.float32
+
+    with mock.patch.object(torch_internals, "gradient_dtype", gradient_dtype):
+        for model in (native, ours):
+            backward(model, 0)
+        missing = [gradients(ours)[name] - gradient for name, gradient in gradients(native).items()]
+        assert norm(missing) <= 2**-7 * norm(gradients(native).values())
+        saved = attachment.state_dict()
+        assert not any(each.to_local().any() for each in saved["within"].values())
+        attachment.load_state_dict(saved)
 
 
 @pytest.mark.parametrize("feature", ["plain", "fp16"])
