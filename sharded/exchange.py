@@ -40,10 +40,11 @@ class ShardedExchange:
 
     Args:
         groups: the process groups of shards, of replicas and of tensor parallel ranks, in the same order on all ranks.
-        device: device of the gradients.
+        device: device of the gradients. Parameters may be offloaded to another one.
         settings: settings that must be equal on all ranks, with the name of the ``hook``.
 
     Attributes:
+        device: device of the gradients.
         n_groups: number of parameter groups that are averaged between replicas in a whole step.
         n_steps: number of backwards that have raised no error.
         averaged: the process groups of the parameter groups that a hook has averaged in this backward.
@@ -62,7 +63,7 @@ class ShardedExchange:
         self.awaited: dict[object, tuple[dist.ProcessGroup, str, Callable[[], None]]] = {}
         self.unapplied: dict[object, list[Callable[[], None]]] = {}
         self.is_loaded = False
-        self._device, self._settings = device, settings
+        self.device, self._settings = device, settings
         self._agreed: dict[dist.ProcessGroup, int] = {}  # generation of the connections in the latest handshake
         self._backward = NO_BACKWARD
         self._error: Exception | None = None  # of this backward
@@ -144,10 +145,10 @@ class ShardedExchange:
         """Wait for the other ranks at the end of a backward, and end the step."""
         self.wait()
         for group in self.groups:
-            if has_streams(self._device):
+            if has_streams(self.device):
                 meet = connections_of(group).check_peers
             else:
-                meet = partial(_barrier, group, self._device)
+                meet = partial(_barrier, group, self.device)
             self.attempt(group, "end of the backward", meet)
         self._end_step()
 

@@ -59,10 +59,9 @@ def resynchronize(
     for each in reduce_scatters:
         each.n_calls = max(one["calls"] for one in every)
     if isinstance(state, HookState) and replicas is not None:
-        device = next(iter(shards.values())).device
         try:
-            transport = connections_of(replicas).transport(CALL, device)
-            share_hook_state(state, transport, 0, replicas.rank(), device)
+            transport = connections_of(replicas).transport(CALL, exchange.device)
+            share_hook_state(state, transport, 0, replicas.rank(), exchange.device)
         except BaseException as error:
             exchange.leave(f"{CALL} failed on rank {dist.get_rank()}: {error}")
             raise
