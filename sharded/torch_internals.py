@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -40,21 +41,62 @@ def parameter_groups(model: nn.Module) -> Iterator[Any]:
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            try:
-                groups = _groups_of(module._get_fsdp_state())
+            with _private_names():
+                state = module._get_fsdp_state()
+                _require(state, ("_is_root", "_state_ctx"))
+                _require(state._state_ctx, ("post_backward_final_callback_queued",))
+                groups = _groups_of(state)
                 for group in groups:
                     _require(group, _GROUP_NAMES)
                     _require_mesh(group.mesh_info)
                     for parameter in group.fsdp_params:
                         _require(parameter, _PARAMETER_NAMES)
                         _require(parameter._module_info, ("module", "param_name"))
-            except AttributeError as error:
-                oldest, newest = TESTED_TORCH
-                raise NotImplementedError(
-                    f"gradwire.attach uses private names of FSDP2, and torch {torch.__version__} lacks one: {error}. "
-                    f"gradwire is tested with torch {oldest} to {newest}: install one of these, or a newer gradwire."
-                ) from error
+                        _require(parameter.sharded_param, ("_post_accumulate_grad_hooks",))
             yield from groups
+
+
+@contextmanager
+def on_root_init(callback: Callable[[nn.Module], object]) -> Iterator[None]:
+    """While active, call ``callback(root)`` before the first forward of each root module of FSDP2 or `replicate`.
+
+    The first module of a model that runs becomes its root; sharded modules inside of it never are. ``callback`` may
+    `attach` to the root: FSDP2 initializes it afterwards.
+
+    Raises:
+        NotImplementedError: this release of PyTorch lacks a private name.
+    """
+    with _private_names():
+        from torch.distributed.fsdp._fully_shard import _fsdp_state
+
+        states: Any = _fsdp_state.FSDPState
+        native = states._lazy_init
+
+    def lazy_init(state: Any) -> None:
+        with _private_names():
+            roots: tuple[nn.Module, ...] = state._modules if state._is_root is None else ()
+        if len(roots) == 1:  # PyTorch raises for several
+            callback(roots[0])
+        native(state)
+
+    states._lazy_init = lazy_init
+    try:
+        yield
+    finally:
+        states._lazy_init = native
+
+
+@contextmanager
+def _private_names() -> Iterator[None]:
+    """Raise NotImplementedError with the remedy if a private name is missing."""
+    try:
+        yield
+    except (AttributeError, ImportError) as error:
+        oldest, newest = TESTED_TORCH
+        raise NotImplementedError(
+            f"gradwire.attach uses private names of FSDP2, and torch {torch.__version__} lacks one: {error}. "
+            f"gradwire is tested with torch {oldest} to {newest}: install one of these, or a newer gradwire."
+        ) from error
 
 
 def _groups_of(state: Any) -> list[Any]:
@@ -74,6 +116,8 @@ def _require_mesh(mesh_info: Any) -> None:
     found = [hasattr(mesh_info, name) for name in ("shard_mesh_size", "replicate_process_group")]
     if sum(found) < min(mesh_info.mesh.ndim, 2):
         raise AttributeError(f"{type(mesh_info).__name__}.shard_mesh_size or replicate_process_group")
+    if found[0]:
+        _require(mesh_info, ("shard_process_group",))
 
 
 def has_shards(group: Any) -> bool:
@@ -118,7 +162,7 @@ def discard_step(model: nn.Module) -> None:
 
 def runs_optimizers(parameters: Iterable[Any]) -> bool:
     """Whether FSDP2's parameters have hooks that may apply a gradient in the backward."""
-    return any(getattr(each.sharded_param, "_post_accumulate_grad_hooks", None) for each in parameters)
+    return any(each.sharded_param._post_accumulate_grad_hooks for each in parameters)
 
 
 def is_read_in_backward(group: Any, dtype: torch.dtype) -> bool:

@@ -670,6 +670,42 @@ def test_detached_model_averages_natively():
     assert_same_bits(gradients(ours), gradients(native))
 
 
+@pytest.mark.parametrize("place", PLACES)
+@on_ranks(4)
+def test_model_attached_when_its_root_is_initialized_trains_like_one_attached_before(place):
+    early, late, roots = sharded(place), sharded(place), []
+
+    def attach(root):
+        gradwire.attach(root, QuantizationState(wire="int4", start_iter=0))
+        roots.append(root)
+
+    attach(early)
+    expected = train(early)
+    with torch_internals.on_root_init(attach):
+        assert_same_bits(train(late), expected)
+    train(sharded(place), 1)
+    assert roots == [early, late]
+
+
+@on_ranks(4)
+def test_private_name_that_pytorch_lacks_is_named_with_the_remedy_at_attach():
+    model = sharded("hsdp")
+    state = model._get_fsdp_state()
+    (group, *_) = torch_internals.parameter_groups(model)
+    names = [
+        (state, "_is_root"),
+        (state._state_ctx, "post_backward_final_callback_queued"),
+        (group.mesh_info, "shard_process_group"),
+    ]
+    for owner, name in names:
+        value = vars(owner).pop(name)
+        kind, text = error_of(gradwire.attach, model, QuantizationState())
+        assert kind == "NotImplementedError"
+        assert f"'{name}'. gradwire is tested with torch" in text
+        setattr(owner, name, value)
+    gradwire.attach(model, QuantizationState())
+
+
 @pytest.mark.parametrize("wrapper", ["gradwire", "pytorch"])
 @on_ranks(2)
 def test_attach_registers_the_hook_on_ddp(wrapper):
