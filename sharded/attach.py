@@ -25,6 +25,7 @@ from gradwire.sharded.replicas import ReplicaGroup
 from gradwire.sharded.shards import QuantizedReduceScatter, ReduceScatterOptions
 from gradwire.sharded.torch_internals import (
     has_shards,
+    mesh_groups,
     parameter_groups,
     parameter_names,
     reduce_scatter_of,
@@ -144,7 +145,7 @@ class Attachment:
                     saved[entry] = {name: self._as_shard(each, errors.get(name)) for name, each in self._trainable()}
         if self._scattered:
             within = {name: error for each in self._scattered for name, error in each.saved_errors().items()}
-            saved[WITHIN] = {name: self._as_shard(each, within[name]) for name, each in self._trainable()}
+            saved[WITHIN] = {name: self._as_shard(each, within.get(name)) for name, each in self._trainable()}
         return saved
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -264,7 +265,9 @@ def attach(
     if averages and isinstance(state, HookState):
         state.check_names([name for group, _ in replicated for name in names[group]])
     before = [(group, group.mesh_info, reduce_scatter_of(group)) for group in groups]
-    process_groups = [each for group in groups for each in (shard_group(group), replica_group(group)) if each]
+    process_groups = [
+        each for group in groups for each in (shard_group(group), replica_group(group), *mesh_groups(group)) if each
+    ]
     settings = {name: str(value) for name, value in option_values(options).items()}
     exchange = ShardedExchange(process_groups, groups[0].device, {"hook": "attach", **settings})
     report = []

@@ -39,11 +39,12 @@ class ShardedExchange:
     the backward overlaps the backward instead: it is awaited when the backward ends.
 
     Args:
-        groups: the process groups of shards and of replicas, in the same order on all ranks.
-        device: device of the gradients.
+        groups: the process groups of shards, of replicas and of tensor parallel ranks, in the same order on all ranks.
+        device: device of the gradients. Parameters may be offloaded to another one.
         settings: settings that must be equal on all ranks, with the name of the ``hook``.
 
     Attributes:
+        device: device of the gradients.
         n_groups: number of parameter groups that are averaged between replicas in a whole step.
         n_steps: number of backwards that have raised no error.
         averaged: the process groups of the parameter groups that a hook has averaged in this backward.

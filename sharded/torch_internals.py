@@ -6,13 +6,11 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from gradwire.comm.torch_internals import TESTED_TORCH
 
@@ -43,21 +41,62 @@ def parameter_groups(model: nn.Module) -> Iterator[Any]:
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            try:
-                groups = _groups_of(module._get_fsdp_state())
+            with _private_names():
+                state = module._get_fsdp_state()
+                _require(state, ("_is_root", "_state_ctx"))
+                _require(state._state_ctx, ("post_backward_final_callback_queued",))
+                groups = _groups_of(state)
                 for group in groups:
                     _require(group, _GROUP_NAMES)
                     _require_mesh(group.mesh_info)
                     for parameter in group.fsdp_params:
                         _require(parameter, _PARAMETER_NAMES)
                         _require(parameter._module_info, ("module", "param_name"))
-            except AttributeError as error:
-                oldest, newest = TESTED_TORCH
-                raise NotImplementedError(
-                    f"gradwire.attach uses private names of FSDP2, and torch {torch.__version__} lacks one: {error}. "
-                    f"gradwire is tested with torch {oldest} to {newest}: install one of these, or a newer gradwire."
-                ) from error
+                        _require(parameter.sharded_param, ("_post_accumulate_grad_hooks",))
             yield from groups
+
+
+@contextmanager
+def on_root_init(callback: Callable[[nn.Module], object]) -> Iterator[None]:
+    """While active, call ``callback(root)`` before the first forward of each root module of FSDP2 or `replicate`.
+
+    The first module of a model that runs becomes its root; sharded modules inside of it never are. ``callback`` may
+    `attach` to the root: FSDP2 initializes it afterwards.
+
+    Raises:
+        NotImplementedError: this release of PyTorch lacks a private name.
+    """
+    with _private_names():
+        from torch.distributed.fsdp._fully_shard import _fsdp_state
+
+        states: Any = _fsdp_state.FSDPState
+        native = states._lazy_init
+
+    def lazy_init(state: Any) -> None:
+        with _private_names():
+            roots: tuple[nn.Module, ...] = state._modules if state._is_root is None else ()
+        if len(roots) == 1:  # PyTorch raises for several
+            callback(roots[0])
+        native(state)
+
+    states._lazy_init = lazy_init
+    try:
+        yield
+    finally:
+        states._lazy_init = native
+
+
+@contextmanager
+def _private_names() -> Iterator[None]:
+    """Raise NotImplementedError with the remedy if a private name is missing."""
+    try:
+        yield
+    except (AttributeError, ImportError) as error:
+        oldest, newest = TESTED_TORCH
+        raise NotImplementedError(
+            f"gradwire.attach uses private names of FSDP2, and torch {torch.__version__} lacks one: {error}. "
+            f"gradwire is tested with torch {oldest} to {newest}: install one of these, or a newer gradwire."
+        ) from error
 
 
 def _groups_of(state: Any) -> list[Any]:
@@ -77,6 +116,8 @@ def _require_mesh(mesh_info: Any) -> None:
     found = [hasattr(mesh_info, name) for name in ("shard_mesh_size", "replicate_process_group")]
     if sum(found) < min(mesh_info.mesh.ndim, 2):
         raise AttributeError(f"{type(mesh_info).__name__}.shard_mesh_size or replicate_process_group")
+    if found[0]:
+        _require(mesh_info, ("shard_process_group",))
 
 
 def has_shards(group: Any) -> bool:
@@ -87,6 +128,12 @@ def has_shards(group: Any) -> bool:
 def shard_group(group: Any) -> dist.ProcessGroup | None:
     """The process group over which a parameter group is sharded; None without shards."""
     return group.mesh_info.shard_process_group if has_shards(group) else None
+
+
+def mesh_groups(group: Any) -> list[dist.ProcessGroup]:
+    """Process groups of all dimensions of the parameters' meshes, including tensor parallel ones, of several ranks."""
+    meshes = dict.fromkeys(each.sharded_param.device_mesh for each in group.fsdp_params)
+    return [found for mesh in meshes for found in mesh.get_all_groups() if found.size() > 1]
 
 
 def holds_partial_sums(group: Any) -> bool:
@@ -115,7 +162,7 @@ def discard_step(model: nn.Module) -> None:
 
 def runs_optimizers(parameters: Iterable[Any]) -> bool:
     """Whether FSDP2's parameters have hooks that may apply a gradient in the backward."""
-    return any(getattr(each.sharded_param, "_post_accumulate_grad_hooks", None) for each in parameters)
+    return any(each.sharded_param._post_accumulate_grad_hooks for each in parameters)
 
 
 def is_read_in_backward(group: Any, dtype: torch.dtype) -> bool:
@@ -124,9 +171,7 @@ def is_read_in_backward(group: Any, dtype: torch.dtype) -> bool:
     Otherwise the flat tensor is the memory of the gradients.
     """
     found = [each for each in group.fsdp_params if each.sharded_param.requires_grad]
-    # Since PyTorch 2.15, gradients may have a dtype of their own.
-    dtypes = {getattr(each, "sharded_grad_dtype", each.sharded_param.dtype) for each in found}
-    is_kept = dtypes == {dtype} and all(each.sharded_param.grad is None for each in found)
+    is_kept = set(map(gradient_dtype, found)) == {dtype} and all(each.sharded_param.grad is None for each in found)
     return not is_kept or runs_optimizers(found) or group._all_reduce_hook is not None
 
 
@@ -176,7 +221,14 @@ def trainable(group: Any, names: Sequence[str]) -> dict[str, Any] | None:
     found = {
         name: each for name, each in zip(names, group.fsdp_params, strict=True) if each.sharded_param.requires_grad
     }
-    return found if len({each.sharded_param.dtype for each in found.values()}) <= 1 else None
+    dtypes = {(each.sharded_param.dtype, gradient_dtype(each)) for each in found.values()}
+    return found if len(dtypes) <= 1 else None
+
+
+def gradient_dtype(parameter: Any) -> torch.dtype | None:
+    """The dtype of a parameter's gradient: since PyTorch 2.15, it may differ from the parameter's. None: any dtype."""
+    dtype: torch.dtype | None = getattr(parameter, "sharded_grad_dtype", parameter.sharded_param.dtype)
+    return dtype
 
 
 def flat_order(group: Any, names: Sequence[str]) -> dict[str, torch.Size] | None:
@@ -204,17 +256,3 @@ def reduced_dtype(group: Any) -> torch.dtype:
     first = group.fsdp_params[0]
     dtype: torch.dtype = first.mp_policy.reduce_dtype or first.mp_policy.param_dtype or first.sharded_param.dtype
     return dtype
-
-
-@contextmanager
-def on_root_init(callback: Callable[[nn.Module], None]) -> Iterator[None]:
-    """Meanwhile, call ``callback`` with each root module of FSDP2 or `replicate` right before its first forward."""
-    lazy_init = FSDPState._lazy_init
-
-    def initialize(self: Any) -> None:
-        if self._is_root is None:
-            callback(self._modules[0])
-        lazy_init(self)
-
-    with patch.object(FSDPState, "_lazy_init", initialize):
-        yield

@@ -17,7 +17,7 @@ from gradwire.hooks.default_hooks import CastState, allreduce_hook, bf16_compres
 from gradwire.hooks.powerSGD_hook import PowerSGDState
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState
-from gradwire.sharded import ReduceScatterOptions
+from gradwire.sharded import ReduceScatterOptions, torch_internals
 from tests.support.bits import assert_same_bits
 from tests.support.ranks import from_all_ranks, on_ranks
 from tests.support.sharded import (
@@ -466,6 +466,24 @@ def test_reduce_scatter_with_a_missing_gradient_is_in_16_bits_and_keeps_its_erro
     assert not torch.equal(after["spare.weight"].to_local(), before["spare.weight"].to_local())
 
 
+@on_ranks(4)
+def test_gradients_of_several_dtypes_in_a_parameter_group_are_sent_in_16_bits():
+    native, ours = sharded("fsdp"), sharded("fsdp")
+    attachment = gradwire.attach(ours, within=ReduceScatterOptions(wire="int4"))
+
+    def gradient_dtype(parameter):  # a stand-in for PyTorch 2.15, which then orders the flat tensor by dtype
+        return torch.bfloat16 if parameter.sharded_param.dim() == 1 else torch.float32
+
+    with mock.patch.object(torch_internals, "gradient_dtype", gradient_dtype):
+        for model in (native, ours):
+            backward(model, 0)
+        missing = [gradients(ours)[name] - gradient for name, gradient in gradients(native).items()]
+        assert norm(missing) <= 2**-7 * norm(gradients(native).values())
+        saved = attachment.state_dict()
+        assert not any(each.to_local().any() for each in saved["within"].values())
+        attachment.load_state_dict(saved)
+
+
 @pytest.mark.parametrize("feature", ["plain", "fp16"])
 @pytest.mark.parametrize(("saved_in", "loaded_in"), [("hsdp", "fsdp"), ("fsdp", "hsdp"), ("hsdp", "hsdp")])
 @on_ranks(4)
@@ -651,6 +669,42 @@ def test_detached_model_averages_natively():
     for model in (native, ours):
         backward(model, 1)
     assert_same_bits(gradients(ours), gradients(native))
+
+
+@pytest.mark.parametrize("place", PLACES)
+@on_ranks(4)
+def test_model_attached_when_its_root_is_initialized_trains_like_one_attached_before(place):
+    early, late, roots = sharded(place), sharded(place), []
+
+    def attach(root):
+        gradwire.attach(root, QuantizationState(wire="int4", start_iter=0))
+        roots.append(root)
+
+    attach(early)
+    expected = train(early)
+    with torch_internals.on_root_init(attach):
+        assert_same_bits(train(late), expected)
+    train(sharded(place), 1)
+    assert roots == [early, late]
+
+
+@on_ranks(4)
+def test_private_name_that_pytorch_lacks_is_named_with_the_remedy_at_attach():
+    model = sharded("hsdp")
+    state = model._get_fsdp_state()
+    (group, *_) = torch_internals.parameter_groups(model)
+    names = [
+        (state, "_is_root"),
+        (state._state_ctx, "post_backward_final_callback_queued"),
+        (group.mesh_info, "shard_process_group"),
+    ]
+    for owner, name in names:
+        value = vars(owner).pop(name)
+        kind, text = error_of(gradwire.attach, model, QuantizationState())
+        assert kind == "NotImplementedError"
+        assert f"'{name}'. gradwire is tested with torch" in text
+        setattr(owner, name, value)
+    gradwire.attach(model, QuantizationState())
 
 
 @pytest.mark.parametrize("wrapper", ["gradwire", "pytorch"])

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 import gradwire
 from gradwire.comm import connections_of
@@ -18,7 +18,7 @@ from gradwire.sharded import ReduceScatterOptions
 from gradwire.sharded.exchange import ShardedExchange
 from tests.support.bits import assert_same_bits
 from tests.support.ranks import from_all_ranks, on_ranks
-from tests.support.sharded import backward, contributions, gradients, norm, sharded
+from tests.support.sharded import backward, contributions, gradients, norm, sharded, train
 from tests.support.training import FailsInBackward, Fault, error_of, message_of, wrapped
 
 FAILS_ON = 1
@@ -137,6 +137,27 @@ def test_law1_over_failed_and_repeated_steps(kind):
     assert kept[0] != {(1, 1)}  # no exchange of the first parameter group in one replica, or between two of its shards
     assert (1, 1) in kept[-1]
     assert norm(list(errors.values())) > 1e-3
+
+
+@on_ranks(4)
+def test_model_offloaded_to_the_cpu_trains_saves_loads_and_resynchronizes():
+    def built():
+        model = sharded("hsdp", offload_policy=CPUOffloadPolicy(pin_memory=False))
+        return model, gradwire.attach(model, int4(), within=WITHIN)
+
+    plain, (model, attachment) = sharded("hsdp"), built()
+    gradwire.attach(plain, int4(), within=WITHIN)
+    assert_same_bits(train(model), train(plain))
+    with failing(0, False):
+        assert "on one rank" in message_of(backward, model, 9)
+    attachment.resynchronize()
+    again, loaded = built()
+    again.load_state_dict(model.state_dict())
+    loaded.load_state_dict(attachment.state_dict())
+    assert loaded.state.iter == attachment.state.iter
+    torch.testing.assert_close(errors_of(loaded), errors_of(attachment), atol=1e-9, rtol=1e-6)
+    assert norm(errors_of(loaded).values()) > 1e-3
+    assert error_of(backward, again, 10) is None
 
 
 @on_ranks(4)

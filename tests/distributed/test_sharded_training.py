@@ -294,7 +294,6 @@ def plain_losses(place):
     return losses(place, None, STEPS)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "wire"),
     [case if case in QUICK_LOSSES else pytest.param(*case, marks=pytest.mark.slow) for case in LOSSES],
