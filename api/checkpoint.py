@@ -47,7 +47,7 @@ from gradwire.hooks._parameter_names import plain_name
 from gradwire.hooks._recovery import format_by_rank
 from gradwire.integrations._checkpoint import collect_state
 from gradwire.sharded import Attachment
-from gradwire.sharded.attach import is_attached
+from gradwire.sharded.attachment import is_attached
 
 __all__ = ["latest", "load", "save"]
 

@@ -79,7 +79,8 @@ class AutoState(HookState):
         process_group: the ranks to average over; None for the model's.
         candidates: names of compression methods, from the most to the least precise: "plain" first, then any of "bf16",
             "fp16", the wire formats of `QuantizationState` ("int8", "int4", "int2", "fp8_e4m3", ...), "powersgd-rN"
-            for PowerSGD with rank N, and "powersgd-rN-int8" with quantized factors, in any ``factor_wire``.
+            for PowerSGD with rank N, and "powersgd-rN-int8" with quantized factors, in any ``factor_wire``. By default
+            ``("plain", "bf16", "int8", "int4", "powersgd-r4")``.
         repeats: timed steps per candidate, after one warm-up step each.
         min_gain: compress only if the predicted time from the first gradient to the last result gets shorter by this
             factor.

@@ -58,8 +58,8 @@ class Step(NamedTuple):
         transport: the collectives: ``await transport.all_reduce(tensor)`` sums a tensor over the ranks, in place. Every
             rank must await the same ones in the same order.
         workspace: provides wire buffers.
-        source, target: the gradients and results again, for `Gradients.flatten` and `Gradients.unflatten`, which take a
-            flat buffer as it is.
+        source: the gradients again, for `Gradients.flatten`, which takes a flat buffer as it is.
+        target: the results again, for `Gradients.unflatten`.
     """
 
     gradients: list[Tensor]
@@ -303,7 +303,8 @@ class HookState(Checkpointed):
         """The memory of a bucket in a compressed step, kept from step to step.
 
         Returns:
-            The result of `make_bucket`: by default a `BucketMemory`; None to send the bucket uncompressed.
+            An object whose items are the declared memory, such as ``["errors"]``: a list with one tensor per parameter.
+            None to send the bucket uncompressed.
 
         Raises:
             ValueError: loaded memory does not fit the model.
@@ -405,9 +406,9 @@ class HookState(Checkpointed):
         trips, steps are bitwise the same as without it.
 
         The guard starts anew whenever the ranks compare their settings: after ``resynchronize()``, a load, an assigned
-        step count or option, and `observe`. It is neither pickled nor
-        saved in checkpoints. It needs the last bucket of a step, and does nothing while a whole step is captured in a
-        CUDA graph. With FSDP2, the replicas of each shard decide for themselves.
+        step count or option, and `observe`. It is neither pickled nor saved in checkpoints. It needs the last bucket of
+        a step, and does nothing while a whole step is captured in a CUDA graph. With FSDP2, the replicas of each shard
+        decide for themselves.
 
         Args:
             every: number of steps per check.

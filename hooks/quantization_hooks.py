@@ -173,9 +173,9 @@ class QuantizationState(HookState):
             8 bits. The residuals take 1 + 1 / world size values of ``error_dtype`` per element.
         start_iter: steps of plain all-reduce before the first quantized step. The default suffices
             for most models.
-        exempt: `fnmatch` patterns of parameters to send in 16 bits, or in a ``wire`` of 16 or 32. Parameters with
-            fewer than two dimensions are, too, unless a pattern in ``wires`` matches: they are small and sensitive to
-            rounding.
+        exempt: `fnmatch` patterns of parameters to send in 16 bits, or in a ``wire`` of 16 or 32; by default
+            ``("*.bias", "*norm*")``. Parameters with fewer than two dimensions are, too, unless a pattern in ``wires``
+            matches: they are small and sensitive to rounding.
         wires: wire format by name pattern, instead of ``wire``. The first match wins, and takes
             precedence over ``exempt``. For layers that need more accuracy than others, such as
             ``{"*.embedding.weight": "int8", "head.*": "bf16"}``. "fp32" sends a parameter
@@ -195,7 +195,8 @@ class QuantizationState(HookState):
 
     Attributes:
         iter: number of steps so far.
-        options: all options.
+        options: all options, in a frozen dataclass. To change them between steps, equally on all ranks, assign
+            ``dataclasses.replace(state.options, wire="int8")``.
 
     Raises:
         ValueError: an option has the wrong type or is out of range.

@@ -49,7 +49,8 @@ class ScaledCastState(HookState):
 
     Attributes:
         iter: number of steps so far.
-        options: all options.
+        options: all options, in a frozen dataclass. To change them between steps, equally on all ranks, assign
+            ``dataclasses.replace(state.options, margin=6)``.
 
     Raises:
         ValueError: an option has the wrong type or is out of range.

@@ -90,6 +90,10 @@ class DistributedDataParallel(AdaptedDDP):
         ValueError: the module is or contains a wrapper of the same parameters with a communication hook; or
             ``check_every`` is not a whole number of steps; or as in PyTorch's class.
         RuntimeError: as in PyTorch's class.
+
+    Examples:
+        >>> model = gradwire.DistributedDataParallel(model)
+        >>> model.register_comm_hook(QuantizationState(wire="int4"), quantization_hook)
     """
 
     def __init__(

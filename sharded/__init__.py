@@ -6,7 +6,7 @@ shards between replicas (HSDP, `replicate`), through a process group. `attach` r
 gradient accumulation and checkpoints of the model stay as they are.
 """
 
-from gradwire.sharded.attach import Attachment, attach
+from gradwire.sharded.attachment import Attachment, attach
 from gradwire.sharded.shards import ReduceScatterOptions
 
 __all__ = ["Attachment", "ReduceScatterOptions", "attach"]
