@@ -10,8 +10,10 @@ from statistics import median
 import pytest
 import torch
 import torch.distributed as dist
+from matplotlib.figure import Figure
 from rich.console import Console
 
+from gradwire.bench import plots
 from gradwire.bench.converge import target_of, to_target
 from gradwire.bench.implementations import GRADWIRE
 from gradwire.bench.plots import draw_advice
@@ -230,10 +232,17 @@ def test_json_holds_predictions_and_code():
     assert [each["steps_to_target"] for each in content["predictions"]] == [None, None, 1.03, 1.03]
 
 
-def test_plot_is_a_png_file(tmp_path):
-    case = measured(1e9, *all_hooks())
+def test_plot_is_a_png_file_with_the_fastest_hooks(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(plots, "_figure", lambda *size: figures.append(Figure(size)) or figures[0])
+    others = [hook(name, 10**6, 0.1 * i) for i, name in enumerate(("sign", "powersgd-r1", "fp8", "int8", "fp16"))]
+    case = measured(1e9, *all_hooks(), *others)
     draw_advice(case, advise(case), tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    labels = [text.get_text() for text in figures[0].legends[0].get_texts()]
+    assert labels[:3] == ["no hook", "bf16", "sign (recommended)"]
+    assert sorted(labels[3:7]) == ["fp8", "int2", "int8", "powersgd-r1"]
+    assert labels[7:] == ["measured: 1 Gb/s"]
 
 
 def test_bandwidth_is_rounded_to_two_digits_before_its_unit_is_chosen():
