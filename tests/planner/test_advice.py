@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -66,6 +67,13 @@ def test_tie_recommends_hook_with_most_bytes():
     times = {each.hook: each.speed_up for each in advice.predictions}
     assert times["int8"] == pytest.approx(times["int2"])
     assert advice.recommended == "int8"
+
+
+def test_hook_that_sends_as_much_as_no_hook_never_pays():
+    advice = advise(
+        measured(1e9, hook("none", 10**8, 1e-6), hook("bf16", 5 * 10**7, 0.0), hook("allreduce", 10**8, 0.0))
+    )
+    assert [each.break_even for each in advice.predictions] == [None, math.inf, None]
 
 
 def test_bf16_is_recommended_if_no_hook_is_faster():
