@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
@@ -26,7 +27,7 @@ from gradwire.bench.tables import (
 )
 from gradwire.planner.hook_registry import STAR_NOTE, display_name, label
 from gradwire.planner.model import step_seconds
-from gradwire.planner.probe import PLAIN, Measurement
+from gradwire.planner.probe import CAST, PLAIN, Measurement
 from gradwire.planner.recommend import Advice
 
 Records = Sequence[Record]
@@ -56,6 +57,7 @@ _KERNEL_STYLES = {
     "foreach copy": (_BLACK, "x"),
     "linalg.qr": (_ORANGE, "v"),
 }
+MOST_CURVES = 7  # of the plot of `gradwire advise`
 _SMALL_KERNELS = ("orthogonalize", "column norms")  # kernels on kB-sized factors
 
 
@@ -253,36 +255,34 @@ def running_mean(values: Sequence[float], window: int) -> list[float]:
 
 
 def draw_advice(measured: Measurement, advice: Advice, path: Path) -> None:
-    """Plot the predicted step time of each hook against the bandwidth; mark the measured or given bandwidth."""
+    """Plot predicted step times against the bandwidth: no hook, bf16, the recommended hook, and the fastest others.
+
+    `MOST_CURVES` at most; the fastest have the smallest mean of logarithms, as the plot shows them.
+    """
     figure = _figure(9, 5.5)
     axes = figure.subplots()
     here = measured.link.bandwidth
     bandwidths = [here * 30 ** (i / 30) for i in range(-30, 31)]
-    styles = itertools.product(("-", "--", ":"), _HOOK_COLORS[1:])
-    for hook in measured.hooks:
-        style, color = ("-", _BLACK) if hook.name == PLAIN else next(styles)
-        width = 2.6 if hook.name in (PLAIN, advice.recommended) else 1.3
-        times = [1e3 * step_seconds(measured.model, hook, measured.link.at(bandwidth)) for bandwidth in bandwidths]
-        label = display_name(hook.name)
-        axes.plot([b / 1e6 for b in bandwidths], times, style, color=color, linewidth=width, label=label)
-    for each in advice.predictions:
-        axes.plot([here / 1e6], [1e3 * each.step_seconds], "o", color=_BLACK, markersize=3)
+    times = {
+        hook.name: [1e3 * step_seconds(measured.model, hook, measured.link.at(bandwidth)) for bandwidth in bandwidths]
+        for hook in measured.hooks
+    }
+    fastest = sorted(times, key=lambda name: sum(map(math.log, times[name])))
+    names = unique((PLAIN, CAST, advice.recommended, *fastest))[:MOST_CURVES]
+    for name, color in zip(names, _HOOK_COLORS, strict=False):
+        is_recommended = name == advice.recommended
+        label = display_name(name) + " (recommended)" * is_recommended
+        width = 2.6 if is_recommended else 1.3
+        axes.plot([b / 1e6 for b in bandwidths], times[name], color=color, linewidth=width, label=label)
     word, digits = ("measured", 2) if measured.is_link_measured else ("given", 6)
-    axes.axvline(here / 1e6, color="#888888", linestyle="--", linewidth=1)
-    axes.annotate(
-        f"{word}: {format_bandwidth(here, digits)}",
-        (here / 1e6, 0.99),
-        (4, -10),
-        xycoords=("data", "axes fraction"),
-        textcoords="offset points",
-        fontsize=9,
-    )
+    line = f"{word}: {format_bandwidth(here, digits)}"
+    axes.axvline(here / 1e6, color="#888888", linestyle="--", linewidth=1, label=line)
     _logarithmic(axes, "x", (1,))
     _logarithmic(axes, "y")
     axes.set_xlabel("bandwidth (Mb/s)")
     axes.set_ylabel("predicted step time (ms)")
     axes.grid(alpha=0.3, which="both")
-    figure.legend(loc="outside right upper", fontsize=9, frameon=False)
+    figure.legend(loc="outside right center", fontsize=9, frameon=False)
     size = format_bytes(measured.model.gradient_bytes)
     _save(figure, f"{advice.headline}: {measured.link.world_size} ranks, {size} of gradients", path)
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +11,10 @@ from statistics import median
 import pytest
 import torch
 import torch.distributed as dist
+from matplotlib.figure import Figure
 from rich.console import Console
 
+from gradwire.bench import plots
 from gradwire.bench.converge import target_of, to_target
 from gradwire.bench.implementations import GRADWIRE
 from gradwire.bench.plots import draw_advice
@@ -64,6 +67,13 @@ def test_tie_recommends_hook_with_most_bytes():
     times = {each.hook: each.speed_up for each in advice.predictions}
     assert times["int8"] == pytest.approx(times["int2"])
     assert advice.recommended == "int8"
+
+
+def test_hook_that_sends_as_much_as_no_hook_never_pays():
+    advice = advise(
+        measured(1e9, hook("none", 10**8, 1e-6), hook("bf16", 5 * 10**7, 0.0), hook("allreduce", 10**8, 0.0))
+    )
+    assert [each.break_even for each in advice.predictions] == [None, math.inf, None]
 
 
 def test_bf16_is_recommended_if_no_hook_is_faster():
@@ -230,10 +240,17 @@ def test_json_holds_predictions_and_code():
     assert [each["steps_to_target"] for each in content["predictions"]] == [None, None, 1.03, 1.03]
 
 
-def test_plot_is_a_png_file(tmp_path):
-    case = measured(1e9, *all_hooks())
+def test_plot_is_a_png_file_with_the_fastest_hooks(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(plots, "_figure", lambda *size: figures.append(Figure(size)) or figures[0])
+    others = [hook(name, 10**6, 0.1 * i) for i, name in enumerate(("sign", "powersgd-r1", "fp8", "int8", "fp16"))]
+    case = measured(1e9, *all_hooks(), *others)
     draw_advice(case, advise(case), tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    labels = [text.get_text() for text in figures[0].legends[0].get_texts()]
+    assert labels[:3] == ["no hook", "bf16", "sign (recommended)"]
+    assert sorted(labels[3:7]) == ["fp8", "int2", "int8", "powersgd-r1"]
+    assert labels[7:] == ["measured: 1 Gb/s"]
 
 
 def test_bandwidth_is_rounded_to_two_digits_before_its_unit_is_chosen():
