@@ -38,7 +38,7 @@ from gradwire.kernels import WIRE_FORMATS
 from gradwire.planner.hook_registry import HOOKS, Registration
 from gradwire.reducer import DistributedDataParallel as OurDDP
 from gradwire.sharded import ReduceScatterOptions, attach
-from gradwire.sharded.attach import is_attached
+from gradwire.sharded.attachment import is_attached
 from gradwire.sharded.torch_internals import on_root_init, parameter_groups, replica_group
 
 AUTO = "auto"
