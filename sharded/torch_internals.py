@@ -171,7 +171,8 @@ def is_read_in_backward(group: Any, dtype: torch.dtype) -> bool:
     Otherwise the flat tensor is the memory of the gradients.
     """
     found = [each for each in group.fsdp_params if each.sharded_param.requires_grad]
-    is_kept = set(map(gradient_dtype, found)) == {dtype} and all(each.sharded_param.grad is None for each in found)
+    dtypes = set(map(gradient_dtype, found))
+    is_kept = dtypes == {dtype} and all(each.sharded_param.grad is None for each in found)
     return not is_kept or runs_optimizers(found) or group._all_reduce_hook is not None
 
 
