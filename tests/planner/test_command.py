@@ -12,13 +12,10 @@ import typer
 from typer.testing import CliRunner
 
 from gradwire.bench.launch import HERE, LaunchError, launch
-from gradwire.bench.models import JOBS
 from gradwire.cli import advise
 from gradwire.cli.app import app
-from gradwire.hooks import _handshake
 from gradwire.planner import probe
 from gradwire.planner.model import Overlap
-from gradwire.planner.probe import GivenLink
 
 TRAINING = """
 import torch
@@ -162,16 +159,6 @@ def test_excluded_hooks_are_not_measured(monkeypatch):
     done = CliRunner().invoke(app, ["advise", "tiny-layers", *network, *hooks])
     assert done.exit_code == 0, done.output
     assert measure.call_args.args[1] == ("int4",)
-
-
-def test_each_hook_joins_one_handshake(world_of_one, monkeypatch):
-    """Ranks measure different numbers of steps, and a handshake costs more than a launch."""
-    compare = mock.Mock(wraps=_handshake._compare)
-    monkeypatch.setattr(_handshake, "_compare", compare)
-    link = GivenLink(world_size=2, bandwidth=1e9, latency=0)
-    probe.measure(JOBS["tiny-layers"], ("int4", "powersgd-r4"), torch.device("cpu"), link)
-    hooks = [call.args[1]["hook"] for call in compare.call_args_list]
-    assert hooks == ["bf16_compress_hook", "quantization_hook", "powerSGD_hook"]
 
 
 @pytest.mark.parametrize(

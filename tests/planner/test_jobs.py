@@ -1,11 +1,15 @@
 import sys
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
+from gradwire.bench.models import JOBS
+from gradwire.hooks import _handshake
 from gradwire.planner.compute_probe import measure_optimizer
 from gradwire.planner.jobs import Job, JobError, check, load
+from gradwire.planner.probe import GivenLink, measure
 
 CPU = torch.device("cpu")
 MODULE = """
@@ -149,3 +153,13 @@ def test_loss_that_does_not_call_its_argument_is_refused():
     model = nn.Linear(2, 2)
     with pytest.raises(JobError, match="does not call its argument"):
         check(Job(model, lambda _: model(torch.ones(1, 2)).sum()), CPU)
+
+
+def test_each_hook_joins_one_handshake(world_of_one, monkeypatch):
+    """Ranks measure different numbers of steps, and a handshake costs more than a launch."""
+    compare = mock.Mock(wraps=_handshake._compare)
+    monkeypatch.setattr(_handshake, "_compare", compare)
+    link = GivenLink(world_size=2, bandwidth=1e9, latency=0)
+    measure(JOBS["tiny-layers"], ("int4", "powersgd-r1"), CPU, link)
+    hooks = [call.args[1]["hook"] for call in compare.call_args_list]
+    assert hooks == ["bf16_compress_hook", "quantization_hook", "powerSGD_hook"]
