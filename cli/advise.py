@@ -247,11 +247,12 @@ def _show(what: str) -> None:
 @contextmanager
 def _process_group(is_rank: bool, device: torch.device) -> Iterator[None]:
     """The ranks of torchrun, or a group of one rank."""
+    own = device if device.type == "cuda" else None  # without it, PyTorch warns at every barrier of NCCL
     if is_rank:
-        dist.init_process_group(backend_of(device), timeout=_TIMEOUT)
+        dist.init_process_group(backend_of(device), timeout=_TIMEOUT, device_id=own)
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(backend_of(device), store=store, rank=0, world_size=1)
+        dist.init_process_group(backend_of(device), store=store, rank=0, world_size=1, device_id=own)
     try:
         yield
     finally:

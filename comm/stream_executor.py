@@ -35,7 +35,7 @@ class StreamExecutor(Executor):
     def __init__(self, transport: GroupTransport, device: torch.device) -> None:
         super().__init__(transport, [Workspace(device, PiecewiseGraphs()) for _ in range(MAX_TASKS_IN_FLIGHT)])
         self._device = device
-        self._index = device.index  # `torch.cuda` takes 3 us to turn a device into its index
+        self.index = device.index  # `torch.cuda` takes 3 us to turn a device into its index
         self._kernels = torch.cuda.Stream(device, priority=HIGH_PRIORITY)
         self._collectives = torch.cuda.Stream(device, priority=HIGH_PRIORITY)
         self._latest: Result | None = None  # that of the latest task, unless it was enqueued to its end
@@ -52,7 +52,7 @@ class StreamExecutor(Executor):
         if self._error is not None:
             result.set_exception(self._error)
             return result
-        self._kernels.wait_stream(torch.cuda.current_stream(self._index))
+        self._kernels.wait_stream(torch.cuda.current_stream(self.index))
         workspace = self.workspaces[self._n_submitted % MAX_TASKS_IN_FLIGHT]
         self._n_submitted += 1
         result.driver = Driver(task(workspace), self.transport, name)
@@ -88,8 +88,8 @@ class StreamExecutor(Executor):
         """Enqueue kernels up to the next collective, and the collective; or to the end, and complete the future."""
         driver = result.driver
         assert driver is not None
-        with torch.cuda.device(self._index), torch.no_grad():
-            before = torch.cuda.current_stream(self._index)
+        with torch.cuda.device(self.index), torch.no_grad():
+            before = torch.cuda.current_stream(self.index)
             torch.cuda.set_stream(self._kernels)  # `torch.cuda.stream` takes the host several times as long
             try:
                 if self._error is not None:
@@ -100,6 +100,8 @@ class StreamExecutor(Executor):
                 collective = driver.advance()
                 if collective is None:
                     result.driver = None
+                    if driver.result is None:
+                        result.ended = self._kernels.record_event()
                     result.set_result(driver.result)
                     return
                 self._collectives.wait_stream(self._kernels)
@@ -123,10 +125,12 @@ class Result(Future[Any]):
     Attributes:
         driver: runs the coroutine of the task; None once it has ended.
         collective_done: recorded after the collective that the task awaits; None before the first one.
+        ended: recorded at the end of a task that returns None. PyTorch's futures wait only for tensors in their result.
     """
 
     driver: Driver[Any] | None = None
     collective_done: torch.cuda.Event | None = None
+    ended: torch.cuda.Event | None = None
 
     def __init__(self, executor: StreamExecutor, devices: Sequence[torch.device]) -> None:
         super().__init__(devices=list(devices))
@@ -139,7 +143,10 @@ class Result(Future[Any]):
 
     def wait(self) -> Any:  # noqa: D102
         self.done()
-        return super().wait()
+        result = super().wait()
+        if self.ended is not None:
+            torch.cuda.current_stream(self._executor.index).wait_event(self.ended)
+        return result
 
     def value(self) -> Any:  # noqa: D102
         self.done()

@@ -131,6 +131,22 @@ def test_streams_wait_for_all_that_they_use(algorithm, graphs):
     assert (graphs.replays > 0) == (algorithm == "Captured")
 
 
+def test_waiting_for_a_task_without_a_result_orders_what_it_wrote():
+    with stream_double() as device:
+        transport = StreamTransport(device)
+        executor = StreamExecutor(transport, CPU)
+        tensor = torch.ones(8)
+
+        async def task():
+            tensor.add_(1)
+            await transport.all_reduce(tensor)
+            tensor.add_(1)
+
+        executor.submit(lambda _: task()).wait()
+        tensor.mul_(2)
+    assert tensor.tolist() == [6.0] * 8
+
+
 def roles_of(executor):
     """The role of each stream, by its name."""
     return {"main": "main", executor._kernels.name: "kernels", executor._collectives.name: "collectives"}

@@ -141,19 +141,24 @@ class StreamTransport(LocalTransport):
 
 
 class Result(stream_executor.Result):
-    """A future whose completion is an event of the current stream, for which the stream that waits for it waits."""
+    """A future whose completion is an event of the current stream, for which the stream that waits for it waits.
+
+    As with PyTorch's futures, only if the result has tensors.
+    """
 
     def __init__(self, executor, _):
         super().__init__(executor, [])
         self._event = None
 
     def set_result(self, result):
-        self._event = Stream.device.current[-1].record_event()
+        if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)):
+            self._event = Stream.device.current[-1].record_event()
         super().set_result(result)
 
     def wait(self):
         result = super().wait()
-        Stream.device.current[-1].wait_event(self._event)
+        if self._event is not None:
+            Stream.device.current[-1].wait_event(self._event)
         return result
 
 
