@@ -156,20 +156,33 @@ def _has_failed(store: Store, attempt: str) -> bool:
     return store.check([f"{attempt}/outcome"]) and store.get(f"{attempt}/outcome") == b"failed"
 
 
+def _are_set(store: Store, keys: list[str]) -> bool:
+    """Whether the keys are set. Unlike `Store.wait` with a limit, it prints no warnings."""
+    try:
+        return store.check(keys)
+    except RuntimeError:  # rank 0, which hosts the store, has exited
+        return False
+
+
 def wait_for_ranks(
     group: dist.ProcessGroup, store: Store, keys: list[str], timeout: timedelta, check: Callable[[], None]
 ) -> list[int]:
     """Wait until every rank has set its key, or ``check`` raises; return the default group's numbers of
     missing ranks.
     """
-    deadline = time.monotonic() + timeout.total_seconds()
-    while (left := deadline - time.monotonic()) > 0:
-        try:
-            store.wait(keys, timedelta(seconds=max(min(left, POLL_SECONDS), 0.001)))  # 0 would mean no limit
-        except RuntimeError:
+    begin = checked = time.monotonic()
+    pause = 0.001
+    while not _are_set(store, keys):
+        now = time.monotonic()
+        if now - begin >= timeout.total_seconds():
+            break
+        if now - checked >= POLL_SECONDS:
+            checked = now
             check()
-        else:
-            return []
+        time.sleep(pause)
+        pause = min(1.5 * pause, POLL_SECONDS)
+    else:
+        return []
     ranks = zip(dist.get_process_group_ranks(group), keys, strict=True)
     return [rank for rank, key in ranks if not store.check([key])]
 
