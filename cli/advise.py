@@ -41,7 +41,7 @@ from gradwire.planner.hook_registry import (
 )
 from gradwire.planner.jobs import JobError
 from gradwire.planner.probe import CAST, PLAIN, GivenLink, Measurement, measure, on_all_ranks
-from gradwire.planner.recommend import Advice, Prediction, advise
+from gradwire.planner.recommend import WORTHWHILE, Advice, Prediction, advise
 
 MAX_LATENCY = 1_000_000  # microseconds
 MAX_PRICE = 1_000_000
@@ -311,9 +311,12 @@ def _recommendation(advice: Advice) -> str:
     if advice.recommended != PLAIN:
         text += f" {accuracy_of(advice.recommended)}"
     if is_aggressive(advice.recommended):
-        others = [each for each in advice.predictions if each.hook != PLAIN and not is_aggressive(each.hook)]
+        others = [each for each in advice.predictions if not is_aggressive(each.hook)]
         mild = max(others, key=lambda each: each.speed_up)
-        text += f" Of the hooks without {MARK}, {mild.hook} is the fastest, with {mild.speed_up:.2f}x."
+        if mild.speed_up < WORTHWHILE:
+            text += f" No hook without {MARK} makes a step {100 * (WORTHWHILE - 1):.0f} % faster."
+        else:
+            text += f" Of the hooks without {MARK}, {mild.hook} is the fastest, with {mild.speed_up:.2f}x."
     return text
 
 

@@ -15,9 +15,10 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
+from unittest import mock
 from weakref import WeakKeyDictionary
 
 import torch
@@ -29,6 +30,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from gradwire.bench.record import format_bytes
+from gradwire.cli import missing_packages
 from gradwire.hooks._bucket import GradBucket
 from gradwire.hooks.auto_hook import FIRST_STEPS, AutoState, auto_hook
 from gradwire.hooks.default_hooks import CastState
@@ -36,6 +38,8 @@ from gradwire.hooks.hook_state import HookState
 from gradwire.hooks.telemetry import Observed
 from gradwire.kernels import WIRE_FORMATS
 from gradwire.planner.hook_registry import HOOKS, Registration
+from gradwire.planner.jobs import JobError
+from gradwire.planner.script_probe import STEPS, ScriptProbe
 from gradwire.reducer import DistributedDataParallel as OurDDP
 from gradwire.sharded import ReduceScatterOptions, attach
 from gradwire.sharded.attachment import is_attached
@@ -285,6 +289,51 @@ def compressed(hook: str, start: int = 2, measure: int = 0) -> Iterator[list[Com
             setattr(TorchDDP, name, method)
 
 
+@contextmanager
+def advised() -> Iterator[None]:
+    """Meanwhile, measure the first model that is wrapped in PyTorch's DistributedDataParallel.
+
+    After its steps, print what `gradwire advise` prints, and end the script on every rank.
+    """
+    probes: list[ScriptProbe] = []
+    native = TorchDDP.__init__
+
+    @wraps(native)
+    def __init__(self: TorchDDP, *args: Any, **kwargs: Any) -> None:
+        native(self, *args, **kwargs)
+        if not probes and not self._comm_hooks:
+            probes.append(ScriptProbe(self, _advise))
+            self._comm_hooks.clear()  # a hook of the script is ignored
+            self.register_comm_hook = self._register_builtin_comm_hook = _ignore  # type: ignore
+
+    with mock.patch.object(TorchDDP, "__init__", __init__):
+        yield
+
+
+def _ignore(*_: object) -> None:
+    pass
+
+
+def _advise(probe: ScriptProbe) -> NoReturn:
+    from gradwire.cli.advise import print_advice
+    from gradwire.planner.probe import measure_exchange, on_all_ranks, overlap_with_backward
+    from gradwire.planner.recommend import advise
+
+    began = time.monotonic()
+    try:
+        if dist.get_world_size() == 1:
+            raise JobError("The world size is 1, so there is nothing to exchange. Start more ranks.")
+        model, buckets = on_all_ranks(partial(probe.model, overlap_with_backward(probe.device)))
+        names = [name for name in HOOKS if name != "noop"]
+        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        measured = measure_exchange(model, buckets, names, probe.device, ranks_per_node=per_node)
+    except JobError as error:
+        _fail(str(error))
+    if dist.get_rank() == 0:
+        print_advice(measured, advise(measured), time.monotonic() - began)
+    raise SystemExit(0)
+
+
 def report(made: Sequence[Compression]) -> str:
     """The text that rank 0 prints at the end: the measurements of each model of `compressed`."""
     if not made:
@@ -349,7 +398,14 @@ def t_quantile(freedom: int) -> float:
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("gradwire")
-    group.add_argument("--hook", required=True, choices=CHOICES, metavar="HOOK", help=f"one of {', '.join(CHOICES)}")
+    what = group.add_mutually_exclusive_group(required=True)
+    what.add_argument("--hook", choices=CHOICES, metavar="HOOK", help=f"one of {', '.join(CHOICES)}")
+    what.add_argument(
+        "--advise",
+        action="store_true",
+        help=f"measure the script for {STEPS} steps, print the step time with every hook as gradwire advise does, and "
+        "end the script",
+    )
     group.add_argument("--start", type=_at_least(2), default=2, metavar="STEP", help="first step to compress (2)")
     group.add_argument(
         "--measure",
@@ -382,21 +438,36 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("script", metavar="SCRIPT")
     parser.add_argument("arguments", metavar="ARGUMENTS", nargs=argparse.REMAINDER)
     options = parser.parse_args(arguments)
+    if options.advise and (missing := missing_packages("cli")):
+        parser.error(f'--advise needs {", ".join(missing)}. In a checkout of gradwire, run: pip install ".[cli]"')
     sys.argv = [options.script, *options.arguments]
     if not options.module and not sys.flags.safe_path:
         sys.path[0] = str(Path(options.script).resolve().parent)  # as `python SCRIPT` does
+    if options.advise:
+        with advised():
+            _run_script(options)
+        _fail(f"the script ended before the {STEPS + 1} steps of DistributedDataParallel that --advise takes")
     with compressed(options.hook, options.start, options.measure) as made:
         try:
-            if options.module:
-                runpy.run_module(options.script, run_name="__main__", alter_sys=True)
-            else:
-                runpy.run_path(options.script, run_name="__main__")
+            _run_script(options)
         finally:
             error = sys.exc_info()[1]
             has_ended = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
             rank = made[0].rank if made else int(os.environ.get("RANK", "0"))
             if rank == 0 and (made or has_ended):
                 print(report(made), file=sys.stderr, flush=True)
+
+
+def _fail(message: str) -> NoReturn:
+    """End this rank; rank 0 prints the message."""
+    sys.exit(f"gradwire run: {message}" if os.environ.get("RANK", "0") == "0" else 1)
+
+
+def _run_script(options: argparse.Namespace) -> None:
+    if options.module:
+        runpy.run_module(options.script, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(options.script, run_name="__main__")
 
 
 def options() -> argparse.ArgumentParser:
@@ -415,7 +486,8 @@ def launch(arguments: Sequence[str]) -> None:
     if given.no_python:
         parser.error("--no-python starts a program that is not a Python script; gradwire run needs a script")
     given.run_path = False  # `main` runs the script in this way
-    own = ["--hook", given.hook, "--start", str(given.start)]
+    own = ["--advise"] if given.advise else ["--hook", given.hook]
+    own += ["--start", str(given.start)]
     own += ["--measure", str(given.measure)] if given.measure else []
     own += ["--module"] if given.module else []
     given.training_script_args = [*own, given.training_script, *given.training_script_args]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from gradwire.comm import executor_for
 from gradwire.planner import jobs
-from gradwire.planner.compute_probe import HookProbe, measure_model, measure_optimizer
+from gradwire.planner.compute_probe import Buckets, HookProbe, measure_model, measure_optimizer
 from gradwire.planner.jobs import Build, JobError
 from gradwire.planner.link_probe import MessageTime, ideal_link, measure_link, overhead_per_message
 from gradwire.planner.model import HookCost, Link, ModelCost, Overlap
@@ -66,16 +66,28 @@ def measure(
     """
     group = dist.group.WORLD
     assert group is not None, "no process group"
-    world_size = given.world_size if given is not None else group.size()
-    names = tuple(dict.fromkeys((PLAIN, CAST, *hooks)))
-
     progress("model")
     job = on_all_ranks(lambda: jobs.check(build(device), device))
-    overlap = _overlap(
-        device, ranks_per_node if given is not None else _gathered(socket.gethostname()).count(socket.gethostname())
-    )
+    overlap = overlap_with_backward(device, ranks_per_node if given is not None else None)
     model, buckets = measure_model(job, group, device, overlap, MODEL_BUDGET)
     model = replace(model, optimizer=on_all_ranks(lambda: measure_optimizer(job, device)))
+    return measure_exchange(model, buckets, hooks, device, given, progress, ranks_per_node)
+
+
+def measure_exchange(
+    model: ModelCost,
+    buckets: Buckets,
+    hooks: Sequence[str],
+    device: torch.device,
+    given: GivenLink | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+    ranks_per_node: int = 1,
+) -> Measurement:
+    """Measure hooks and the network of the default process group, for a model that was measured. As `measure`."""
+    group = dist.group.WORLD
+    assert group is not None, "no process group"
+    world_size = given.world_size if given is not None else group.size()
+    names = tuple(dict.fromkeys((PLAIN, CAST, *hooks)))
     own = dist.new_group()  # its executor is replaced
     assert isinstance(own, dist.ProcessGroup)
     if given is None:
@@ -146,8 +158,12 @@ def _gathered(value: T) -> list[T]:
     return values
 
 
-def _overlap(device: torch.device, ranks_here: int) -> Overlap:
-    """The work that overlaps the backward pass: on a CPU, all of it if each rank has a spare core, otherwise none."""
+def overlap_with_backward(device: torch.device, ranks_here: int | None = None) -> Overlap:
+    """The work that overlaps the backward pass: on a CPU, all of it if each rank has a spare core, otherwise none.
+
+    A collective call. ``ranks_here`` are the ranks on this machine; None: those of the default process group.
+    """
+    ranks_here = ranks_here or _gathered(socket.gethostname()).count(socket.gethostname())
     if device.type != "cpu":
         return Overlap.MESSAGES
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

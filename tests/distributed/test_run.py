@@ -20,6 +20,8 @@ from gradwire.cli import run
 from gradwire.hooks.default_hooks import fp16_compress_hook
 from gradwire.hooks.quantization_hooks import QuantizationState
 from gradwire.planner.hook_registry import HOOKS
+from gradwire.planner.model import Overlap
+from gradwire.planner.script_probe import STEPS, ScriptProbe
 from gradwire.sharded import ReduceScatterOptions
 from tests.support.bits import assert_same_bits
 from tests.support.ranks import on_ranks
@@ -257,6 +259,44 @@ def test_script_runs_as_main_with_its_arguments_and_a_report(tmp_path, command, 
     assert re.search(r"error / gradient +\S+ at first", errors)
 
 
+def test_advise_prints_the_advice_for_the_script_and_ends_it(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    torchrun = ("-m", "gradwire.cli", "run", "--standalone", "--nproc-per-node", "2", "--advise")
+    status, output, errors = call(*torchrun, str(path), "0.1")
+    assert status == 0, errors
+    assert "Model:    16.6 kB of gradients in 1 bucket" in output
+    assert "2 ranks on 1 node" in output
+    assert output.count("no hook") >= 1 and ("Do not compress" in output or "Use " in output)
+    assert "__main__" not in output, "the script has not reached its end"
+
+
+def test_advise_says_that_a_script_is_too_short(tmp_path, world_of_one):
+    path = tmp_path / "train.py"
+    path.write_text("")
+    with pytest.raises(SystemExit, match="the script ended before the 14 steps of DistributedDataParallel"):
+        run.main(["--advise", str(path)])
+
+
+@on_ranks(2)
+def test_probe_of_a_script_measures_its_steps_and_buckets():
+    probes = []
+    ddp = DistributedDataParallel(build("mlp"), bucket_cap_mb=SMALL)
+    probe = ScriptProbe(ddp, probes.append)
+    train_steps(ddp, STEPS)
+    assert probes == []
+    train_steps(ddp, 1)
+    assert probes == [probe]
+    cost, buckets = probe.model(Overlap.NOTHING)
+    names = [name for spec in buckets.specs for name in spec.names]
+    assert sorted(names) == sorted(name for name, _ in ddp.module.named_parameters())
+    assert [spec.is_last for spec in buckets.specs] == [False] * (len(buckets.specs) - 1) + [True]
+    assert cost.gradient_bytes == sum(parameter.nbytes for parameter in ddp.parameters())
+    assert 0 < cost.ready[0] <= cost.ready[-1] <= cost.backward
+    assert cost.forward > 0 and cost.optimizer > 0
+    assert len(cost.ready) == len(buckets.specs) > 1
+
+
 @pytest.mark.parametrize("status", [0, 3])
 def test_script_without_ddp_is_told_so_and_keeps_its_exit_status(tmp_path, status):
     path = tmp_path / "train.py"
@@ -280,7 +320,8 @@ def test_module_and_error_of_a_script_are_as_without_it(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train.py"], "required: --hook"),
+        (["train.py"], "one of the arguments --hook --advise is required"),
+        (["--hook", "int4", "--advise", "train.py"], "--advise: not allowed with argument --hook"),
         (["--hook", "int5", "train.py"], "invalid choice: 'int5'"),
         (["--hook", "int4", "--measure", "20", "train.py"], "'20' is not a whole number of steps, at least 100"),
         (["--hook", "powersgd-r4", "--start", "1", "train.py"], "at least 2"),

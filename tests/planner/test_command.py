@@ -168,7 +168,9 @@ def test_backward_pass_overlaps_if_each_rank_has_a_spare_core(monkeypatch, cores
     monkeypatch.setattr(probe.os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(probe, "_gathered", lambda value: [value])
-    assert probe._overlap(torch.device("cpu"), ranks) is (Overlap.EVERYTHING if is_spare else Overlap.NOTHING)
+    assert probe.overlap_with_backward(torch.device("cpu"), ranks) is (
+        Overlap.EVERYTHING if is_spare else Overlap.NOTHING
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,121 @@
+"""`ScriptProbe`: measures the model of a running training script, for `measure_exchange`."""
+
+from collections.abc import Callable
+from statistics import median
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from gradwire.comm.torch_internals import queue_callback
+from gradwire.hooks._bucket import GradBucket
+from gradwire.hooks._parameter_names import parameter_names
+from gradwire.hooks.telemetry import Mark
+from gradwire.planner.clock import synchronize
+from gradwire.planner.compute_probe import MAX_STEPS, WARM_UP, Buckets
+from gradwire.planner.jobs import JobError
+from gradwire.planner.model import ModelCost, Overlap
+from gradwire.reducer.bucket import BucketSpec
+
+STEPS = WARM_UP + MAX_STEPS
+
+
+class ScriptProbe:
+    """Times the steps of a model that a script trains in a DistributedDataParallel.
+
+    Meanwhile, gradients are not exchanged, so the ranks drift apart: the script must end with the measurement. The
+    forward ends with that of the model; the loss counts as backward. The rest of a step, such as the optimizer, counts
+    as `ModelCost.optimizer`.
+
+    Args:
+        ddp: the model, which has no hook yet.
+        done: called with the probe at the forward after `STEPS` steps.
+    """
+
+    def __init__(self, ddp: TorchDDP, done: Callable[["ScriptProbe"], None]) -> None:
+        self._parameters = [parameter for parameter in ddp.parameters() if parameter.requires_grad]
+        self.device, self._done = self._parameters[0].device, done
+        self._samples: list[list[float]] = []  # seconds of forward, ready times, backward and rest of each step
+        self._specs: list[BucketSpec] = []
+        self._gradients: list[Tensor] = []
+        self.n_steps = 0
+        self._begin = self._between = self._end = Mark(self.device)
+        self._launches: list[Mark] = []
+        self._names = parameter_names(ddp.module)
+        TorchDDP.register_comm_hook(ddp, None, self._launch)
+        ddp.register_forward_pre_hook(self._begin_forward)
+        ddp.register_forward_hook(self._end_forward)
+
+    def _begin_forward(self, *_: object) -> None:
+        if not torch.is_grad_enabled():
+            return
+        begin = Mark(self.device)
+        if self._launches:
+            synchronize(self.device)
+            times = [self._begin, self._between, *self._launches, self._end]
+            forward, *ready = (1e-3 * time.milliseconds_since(times[min(k, 1)]) for k, time in enumerate(times[1:]))
+            self._samples.append([forward, *ready, 1e-3 * begin.milliseconds_since(self._end)])
+            self.n_steps += 1
+            self._launches = []
+            if self.n_steps == STEPS:
+                self._done(self)
+                begin = Mark(self.device)
+        self._begin = begin
+
+    def _end_forward(self, *_: object) -> None:
+        self._between = Mark(self.device)
+
+    def _launch(self, _: object, bucket: GradBucket) -> Future[Tensor]:
+        if not self._launches:
+            self._specs = []
+            queue_callback(self._end_backward)
+        self._launches.append(Mark(self.device))
+        parameters = bucket.parameters()
+        self._specs.append(
+            BucketSpec(
+                index=bucket.index(),
+                is_last=bucket.is_last(),
+                members=list(range(len(parameters))),
+                parameters=parameters,
+                names=[self._names[parameter] for parameter in parameters],
+                model_parameters=self._parameters,
+            )
+        )
+        future: Future[Tensor] = Future(devices=[self.device] if self.device.type == "cuda" else None)
+        future.set_result(bucket.buffer())
+        return future
+
+    def _end_backward(self) -> None:
+        self._end = Mark(self.device)
+        if self.n_steps == STEPS - 1:
+            parameters = [parameter for spec in self._specs for parameter in spec.parameters]
+            self._gradients = [p.grad.detach().clone() for p in parameters if p.grad is not None]
+
+    def model(self, overlap: Overlap) -> tuple[ModelCost, Buckets]:
+        """The cost of a step without gradient exchange, and the buckets, whose parameters get their gradients again.
+
+        Raises:
+            JobError: some parameters have no gradient, or the buckets change from step to step.
+        """
+        parameters = [parameter for spec in self._specs for parameter in spec.parameters]
+        if len(self._gradients) != len(parameters):
+            raise JobError(
+                f"{len(parameters) - len(self._gradients)} of {len(parameters)} parameters had no gradient in the last "
+                "step. Use them, or set requires_grad = False."
+            )
+        samples = self._samples[WARM_UP:]
+        if len(set(map(len, samples))) > 1:
+            raise JobError("The number of buckets changes from step to step, so their times cannot be compared.")
+        for parameter, gradient in zip(parameters, self._gradients, strict=True):
+            parameter.grad = gradient.clone()
+        forward, *ready, backward, rest = map(median, zip(*samples, strict=True))
+        cost = ModelCost(
+            forward=forward,
+            backward=backward,
+            ready=tuple(ready),
+            gradient_bytes=sum(gradient.nbytes for gradient in self._gradients),
+            overlap=overlap,
+            optimizer=rest,
+        )
+        return cost, Buckets(self._specs, self._gradients)
