@@ -43,8 +43,9 @@ from gradwire.planner.jobs import JobError
 from gradwire.planner.probe import CAST, PLAIN, GivenLink, Measurement, measure, on_all_ranks
 from gradwire.planner.recommend import WORTHWHILE, Advice, Prediction, advise
 
-MAX_LATENCY = 1_000_000  # microseconds
+DEFAULT_LATENCY, MAX_LATENCY = 50, 1_000_000  # microseconds
 MAX_PRICE = 1_000_000
+NOISY = 2.0  # spread of the model's step times above which predictions are not to be trusted
 CHOICES = [name for name in HOOKS if name != "noop"]
 _ALL_HOOKS = ", ".join(CHOICES)
 _NOT_BASELINES = [name for name in CHOICES if name not in (PLAIN, CAST)]
@@ -93,12 +94,12 @@ _WorldSize = Annotated[
     typer.Option("--world-size", min=2, max=MAX_RANKS, help="Without torchrun: number of ranks to assume."),
 ]
 _Latency = Annotated[
-    float,
+    float | None,
     typer.Option(
         min=0,
         max=MAX_LATENCY,
         callback=finite,
-        help="Without torchrun: latency between two nodes to assume, in microseconds.",
+        help=f"Without torchrun: latency between two nodes to assume, in microseconds. Default: {DEFAULT_LATENCY}.",
     ),
 ]
 _RanksPerNode = Annotated[
@@ -134,7 +135,7 @@ def advise_command(
     threads: _Threads = None,
     bandwidth: _Bandwidth = None,
     world_size: _WorldSize = None,
-    latency: _Latency = 50.0,
+    latency: _Latency = None,
     ranks_per_node: _RanksPerNode = 1,
     price: _Price = None,
     json: _Json = None,
@@ -154,10 +155,10 @@ def advise_command(
     names = tuple(name for name in parse_hooks(hooks, CHOICES) if name not in excluded)
     is_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     given = None if is_rank else _given_link(bandwidth, world_size, latency, ranks_per_node)
-    if is_rank and (bandwidth is not None or world_size is not None):
+    if is_rank and (bandwidth, world_size, latency) != (None, None, None):
         raise typer.BadParameter(
             "under torchrun the network is measured. Leave the option out, or run without torchrun.",
-            param_hint="--bandwidth, --world-size",
+            param_hint="--bandwidth, --world-size, --latency",
         )
     _check_outputs(json, plot)
     if threads is None and not is_rank and ranks_per_node > 1 and "OMP_NUM_THREADS" not in os.environ:
@@ -180,7 +181,7 @@ def advise_command(
         typer.echo(f"\nPlot: {plot}")
 
 
-def _given_link(bandwidth: str | None, world_size: int | None, latency: float, ranks_per_node: int) -> GivenLink:
+def _given_link(bandwidth: str | None, world_size: int | None, latency: float | None, ranks_per_node: int) -> GivenLink:
     """The network that the options describe."""
     if bandwidth is None or world_size is None:
         examples = {"--bandwidth 100mbit": bandwidth, "--world-size 8": world_size}
@@ -197,7 +198,9 @@ def _given_link(bandwidth: str | None, world_size: int | None, latency: float, r
         raise typer.BadParameter(
             f"{ranks_per_node} is not a divisor of the world size, {world_size}.", param_hint="--ranks-per-node"
         )
-    return GivenLink(world_size=world_size, bandwidth=1e6 * rate, latency=1e-6 * latency)
+    return GivenLink(
+        world_size=world_size, bandwidth=1e6 * rate, latency=1e-6 * (DEFAULT_LATENCY if latency is None else latency)
+    )
 
 
 def _check_outputs(json: Path | None, plot: Path | None) -> None:
@@ -282,6 +285,11 @@ def print_advice(
         f"Latency:  {1e3 * latency:.2g} ms for the smallest collective",
         f"Measured in {seconds:.0f} s.",
     ]
+    if model.spread > NOISY:
+        lines.append(
+            f"NOISE: the slowest step of the model took {model.spread:.2g} times as long as the fastest. Stop other "
+            "programs on these machines, and repeat."
+        )
     console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
     ranked = sorted(advice.predictions, key=lambda each: each.step_seconds)
     styles = ["bold" if each.hook == advice.recommended else "" for each in ranked]

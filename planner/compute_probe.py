@@ -6,6 +6,7 @@ The computation between them is timed.
 
 import gc
 import time
+from collections.abc import Iterable
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -87,8 +88,15 @@ def measure_model(
         ready=tuple(ready),
         gradient_bytes=sum(gradient.nbytes for gradient in gradients),
         overlap=overlap,
+        spread=spread_of(forward + backward for forward, *_, backward in samples),
     )
     return cost, Buckets(list(specs), gradients)
+
+
+def spread_of(seconds: Iterable[float]) -> float:
+    """The longest time over the shortest."""
+    times = list(seconds)
+    return max(times) / min(times)
 
 
 def measure_optimizer(job: Job, device: torch.device) -> float | None:

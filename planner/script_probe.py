@@ -13,7 +13,7 @@ from gradwire.hooks._bucket import GradBucket
 from gradwire.hooks._parameter_names import parameter_names
 from gradwire.hooks.telemetry import Mark
 from gradwire.planner.clock import synchronize
-from gradwire.planner.compute_probe import MAX_STEPS, WARM_UP, Buckets
+from gradwire.planner.compute_probe import MAX_STEPS, WARM_UP, Buckets, spread_of
 from gradwire.planner.jobs import JobError
 from gradwire.planner.model import ModelCost, Overlap
 from gradwire.reducer.bucket import BucketSpec
@@ -117,5 +117,6 @@ class ScriptProbe:
             gradient_bytes=sum(gradient.nbytes for gradient in self._gradients),
             overlap=overlap,
             optimizer=rest,
+            spread=spread_of(forward + backward for forward, *_, backward, _ in samples),
         )
         return cost, Buckets(self._specs, self._gradients)

@@ -123,6 +123,13 @@ def told(case):
     return " ".join(printed(case).split())
 
 
+def test_report_warns_of_steps_that_vary():
+    case = measured(1e7, *all_hooks())
+    noisy = replace(case, model=replace(case.model, spread=3.1))
+    assert "NOISE: the slowest step of the model took 3.1 times as long as the fastest" in told(noisy)
+    assert "NOISE" not in told(case)
+
+
 def test_report_names_threads_and_nodes():
     case = measured(1e7, *all_hooks())
     on_one = replace(case, link=replace(case.link, ranks_per_node=2))

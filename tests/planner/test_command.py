@@ -191,10 +191,11 @@ def test_incomplete_or_wrong_options_are_refused(arguments, message):
     assert message in refusal(*arguments)
 
 
-def test_given_network_under_torchrun_is_refused(monkeypatch):
+@pytest.mark.parametrize("option", [("--bandwidth", "100mbit"), ("--world-size", "8"), ("--latency", "50")])
+def test_given_network_under_torchrun_is_refused(monkeypatch, option):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "under torchrun the network is measured" in refusal("tiny-layers", "--bandwidth", "100mbit")
+    assert "under torchrun the network is measured" in refusal("tiny-layers", *option)
 
 
 def test_unknown_job_is_refused_with_the_contract(tmp_path, monkeypatch):
