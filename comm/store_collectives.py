@@ -5,6 +5,7 @@ They work while collectives are stuck, and a rank that waits knows which ranks a
 
 from __future__ import annotations
 
+import atexit
 import logging
 import queue
 import threading
@@ -13,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch.distributed as dist
 
@@ -21,6 +23,7 @@ from gradwire.comm.torch_internals import PrefixStore, Store, device_timeouts, s
 DEFAULT_TIMEOUT = timedelta(minutes=2)
 POLL_SECONDS = 0.5  # interval between two calls of the `check` that may end a wait
 ANSWER_SECONDS = 5.0  # how long a rank waits for the answer to a short request, also on a busy machine
+EXIT_SECONDS = 10.0  # how long the interpreter's exit waits for these answers: until rank 0 has exited, too
 WARN_AFTER = timedelta(seconds=20)  # a rank that has waited this long logs which ranks are missing
 MAX_SHOWN = 12  # largest number of differences between ranks that an error lists
 
@@ -125,8 +128,10 @@ class Notices:
                 answer = request(self._store)
             answers.put(answer)
 
+        thread = threading.Thread(target=make, name="gradwire store", daemon=True)
         try:
-            threading.Thread(target=make, name="gradwire store", daemon=True).start()
+            thread.start()
+            _threads.add(thread)
         except RuntimeError:  # the interpreter is ending
             make()
         return answers
@@ -137,6 +142,17 @@ class Notices:
         except queue.Empty:
             self._late = answers
             return None
+
+
+_threads: WeakSet[threading.Thread] = WeakSet()  # that make requests
+
+
+@atexit.register
+def _finish_requests() -> None:
+    """Wait for requests that have no answer: one that ends while the interpreter does would abort the process."""
+    deadline = time.monotonic() + EXIT_SECONDS
+    for thread in list(_threads):
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def get_all(store: Store, keys: list[str]) -> list[str]:
