@@ -6,7 +6,7 @@ import sys
 _CLI = ("rich", "typer")
 EXTRAS = {
     "cli": _CLI,
-    "bench": ("matplotlib", "numpy", *_CLI, "sklearn", *(("pyroute2",) if sys.platform == "linux" else ())),
+    "bench": ("matplotlib", *_CLI, "sklearn", *(("pyroute2",) if sys.platform == "linux" else ())),
 }
 
 

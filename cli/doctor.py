@@ -153,9 +153,7 @@ def packages() -> Iterator[Check]:
     """Optional packages of the other commands."""
     for commands, extra in (("advise", "cli"), ("demo, bench", "bench")):
         missing = missing_packages(extra)
-        remedy = (
-            f'missing {", ".join(missing)}. For {commands} run, in a checkout of gradwire: pip install ".[{extra}]"'
-        )
+        remedy = f'missing {", ".join(missing)}: in a checkout of gradwire, run pip install ".[{extra}]"'
         yield Check(commands, remedy if missing else "complete")
 
 

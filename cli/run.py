@@ -82,14 +82,15 @@ class Compression:
         self.is_scripts = False  # the script compresses the gradients itself
         self.summary = ""  # what `auto_hook` has chosen
         self.place = ""  # what `attach` has compressed
+        self.comparison_end = 0  # the step after the comparison of `--measure`
         self.has_metrics = True  # whether compressed steps are measured
         self.metrics: dict[str, list[float]] = {}  # values in the measured steps, by name
         self.stretches: list[tuple[bool, float]] = []  # whether compressed, seconds per step
         self.step_seconds: list[float] = []  # of compressed steps outside of stretches
         self._state, self._hook = _registration(hook, group, start)
-        self._compressed = start  # the first compressed step
+        self.first_compressed = start  # the first compressed step
         if isinstance(self._state, AutoState):
-            self._compressed += FIRST_STEPS + (1 + self._state.repeats) * len(self._state.candidates)
+            self.first_compressed += FIRST_STEPS + (1 + self._state.repeats) * len(self._state.candidates)
         self._began: float | None = None  # the time of the previous step, or of the second one of this stretch
 
     def release(self) -> None:
@@ -119,8 +120,9 @@ class DDPCompression(Compression):
         if isinstance(self._state, HookState):
             self._state.bind(ddp)
         self._held = start if hook == AUTO else 0  # steps before the hook is called
-        self._first = self._compressed + WARM_UP
+        self._first = self.first_compressed + WARM_UP
         self._end = self._first + measure // STRETCH * STRETCH
+        self.comparison_end = self._end + 1 if measure else 0
 
     def register(self, state: object, hook: Callable[..., Any]) -> None:
         """Leave the gradients to the hook that the script registers."""
@@ -146,7 +148,7 @@ class DDPCompression(Compression):
         step, now = self.n_steps, time.perf_counter()
         self.n_steps += 1
         is_compared = self._first < self._end
-        if step == self._compressed or (is_compared and step == self._end):
+        if step == self.first_compressed or (is_compared and step == self._end):
             self._state.observe(every=OBSERVED_STEPS, report=self._report)
         elif is_compared and step == self._first:
             self._state.stop_observing()  # it takes time in compressed steps only
@@ -159,7 +161,7 @@ class DDPCompression(Compression):
                 now = time.perf_counter()
             if position == 0 and step > self._first and self._began is not None:
                 self.stretches.append((not self._is_plain(step - 1), (now - self._began) / (STRETCH - 1)))
-        elif self._began is not None and step > self._compressed:
+        elif self._began is not None and step > self.first_compressed:
             self.step_seconds.append(now - self._began)
         self._began = now
 
@@ -182,16 +184,16 @@ class ShardedCompression(Compression):
             self._state = attachment.state
         else:
             attachment = attach(model, within=_within(hook))
-            self._state, self.has_metrics = None, False
+            self._state, self.has_metrics, self.first_compressed = None, False, 0
         self.place = attachment.report
         attachment.step_ends.append(self._end_step)
 
     def _end_step(self) -> None:
         now = time.perf_counter()
         self.n_steps += 1
-        if self.n_steps == self._compressed and self._state is not None:
+        if self.n_steps == self.first_compressed and self._state is not None:
             self._state.observe(every=OBSERVED_STEPS, report=self._report)
-        if self._began is not None and self.n_steps > self._compressed:
+        if self._began is not None and self.n_steps > self.first_compressed:
             self.step_seconds.append(now - self._began)
         self._began = now
 
@@ -275,9 +277,7 @@ def compressed(hook: str, start: int = 2, measure: int = 0) -> Iterator[list[Com
         if any(parameter.requires_grad for parameter in model.parameters()):
             made.append(ShardedCompression(model, hook, start))
             if measure:
-                warnings.warn(
-                    f"--measure has no effect on {type(model).__name__}: it compares steps of DDP.", stacklevel=2
-                )
+                made[-1].place += "; --measure has no effect: it compares steps of DDP"
 
     for name, method in zip(_PATCHED, (__init__, register_comm_hook, register_builtin_comm_hook), strict=True):
         setattr(TorchDDP, name, method)
@@ -339,7 +339,8 @@ def report(made: Sequence[Compression]) -> str:
     if not made:
         return (
             "gradwire run: this process trained no model of torch.nn.parallel.DistributedDataParallel, fully_shard or "
-            "replicate, so nothing was compressed. Processes that the script starts itself and FSDP1 are not covered."
+            "replicate, so gradwire run has compressed nothing. It leaves gradwire.DistributedDataParallel to the "
+            "script, and does not cover FSDP1, nor processes that the script starts itself."
         )
     return "\n".join(line for each in made for line in _lines(each))
 
@@ -353,13 +354,18 @@ def _lines(compression: Compression) -> Iterator[str]:
     if compression.is_scripts:
         yield "  not used: the script compresses its gradients itself"
         return
+    if compression.n_steps <= compression.first_compressed:
+        yield f"  nothing was compressed: that begins after {compression.first_compressed} steps"
+        return
+    if compression.world_size == 1:
+        yield "  one rank sends nothing; the bytes are those that each of several ranks would send"
     compression.release()
     yield from (f"  {line}" for line in (compression.place, compression.summary) if line)
     if compression.step_seconds:
         yield f"  time of a step       {1e3 * median(compression.step_seconds):.3g} ms"
     values = {name: median(found) for name, found in compression.metrics.items()}
     if not values:
-        ended = f"the script ended before it; one compressed step in {OBSERVED_STEPS} is measured"
+        ended = f"the script ended too early; one compressed step in {OBSERVED_STEPS} is measured"
         reason = ended if compression.has_metrics else "the reduce-scatter has no telemetry"
         yield f"  sent in a step       not measured: {reason}"
         return
@@ -370,17 +376,18 @@ def _lines(compression: Compression) -> Iterator[str]:
     yield f"  of the exchange      {parts}; summed over the buckets, which overlap with each other and the backward"
     if "residual_ratio" in values:
         first, *_, last = 2 * compression.metrics["residual_ratio"]
-        yield f"  error / gradient     {first:.3g} at first, {last:.3g} at the end (norms); it should level off"
-    if compression.stretches:
-        yield _comparison(compression.stretches, hook)
+        advice = "it should level off" if last < 1 else "above 1: compare the loss with that of a run without the hook"
+        yield f"  error / gradient     {first:.3g} at first, {last:.3g} at the end (norms); {advice}"
+    if compression.comparison_end:
+        yield _comparison(compression.stretches, hook, compression.comparison_end)
 
 
-def _comparison(stretches: Sequence[tuple[bool, float]], hook: str) -> str:
+def _comparison(stretches: Sequence[tuple[bool, float]], hook: str, n_steps: int) -> str:
     """The speed-up with its 95 % interval, from pairs of neighboring stretches with and without compression."""
     logs = [[math.log(seconds) for is_compressed, seconds in stretches if is_compressed == kind] for kind in (0, 1)]
     pairs = list(zip(*logs, strict=False))
     if len(pairs) < MIN_PAIRS:
-        return f"  the script ended before {MIN_PAIRS} pairs of stretches were timed: no comparison"
+        return f"  measured             nothing: --measure needs {n_steps} steps here"
     gains = [plain - own for plain, own in pairs]
     gain, half = statistics.fmean(gains), t_quantile(len(gains) - 1) * statistics.stdev(gains) / math.sqrt(len(gains))
     plain, own = (1e3 * math.exp(statistics.fmean(each)) for each in zip(*pairs, strict=True))
@@ -412,8 +419,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         type=_at_least(2 * STRETCH * MIN_PAIRS),
         default=0,
         metavar="STEPS",
-        help=f"for so many steps, at least {2 * STRETCH * MIN_PAIRS}, alternate between {STRETCH} steps with and "
-        "without compression, and report the gain",
+        help=f"over STEPS steps, at least {2 * STRETCH * MIN_PAIRS}, alternate {STRETCH} compressed and {STRETCH} "
+        "plain steps, and report the speed-up",
     )
 
 
@@ -430,7 +437,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """``python -m gradwire.run``, in each process that torchrun, or another launcher, has started."""
     parser = argparse.ArgumentParser(
         prog="python -m gradwire.run",
-        description="Run a training script, with a hook on every DistributedDataParallel that it makes.",
+        description="Train with an unchanged script of DDP, FSDP2 or HSDP, and compress its gradients.",
         allow_abbrev=False,
     )
     _add_options(parser)
@@ -440,6 +447,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.advise and (missing := missing_packages("cli")):
         parser.error(f'--advise needs {", ".join(missing)}. In a checkout of gradwire, run: pip install ".[cli]"')
+    if not options.module and not Path(options.script).exists():
+        parser.error(f"there is no script {options.script}")
     sys.argv = [options.script, *options.arguments]
     if not options.module and not sys.flags.safe_path:
         sys.path[0] = str(Path(options.script).resolve().parent)  # as `python SCRIPT` does
@@ -474,7 +483,8 @@ def options() -> argparse.ArgumentParser:
     """The options of ``gradwire run``: torchrun's, and those of `main`."""
     parser = torchrun.get_args_parser()
     parser.prog, parser.allow_abbrev = "gradwire run", False
-    parser.description = "torchrun, with a hook on every DistributedDataParallel that the script makes."
+    parser.description = "torchrun, with compressed gradients for an unchanged script of DDP, FSDP2 or HSDP."
+    parser.usage = "gradwire run [options of torchrun] (--hook HOOK | --advise) [options] script ..."
     _add_options(parser)
     return parser
 

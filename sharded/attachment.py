@@ -123,17 +123,15 @@ class Attachment:
         Memory in the shapes of the gradients is sharded like the parameters (`DTensor`), so that it can be loaded with
         other numbers of shards and replicas. The entry ``within`` has the errors of the reduce-scatter. The factors of
         `PowerSGDState` are left out: they depend on the shards, and start anew after a load, as do its statistics. See
-        `HookState.state_dict`.
+        `HookState.state_dict`. Empty if neither the hook nor the reduce-scatter has memory.
 
         Raises:
-            TypeError: neither the hook nor the reduce-scatter has memory.
             NotImplementedError: the state has entries that fit one number of shards only (`AutoState`).
         """
+        saved = self.state.state_dict() if isinstance(self.state, HookState) else {}
         if self._exchange is None:
-            return self._memory_state().state_dict()
-        saved: dict[str, Any] = {}
-        if isinstance(self.state, HookState) or not self._scattered:
-            saved = self._memory_state().state_dict()
+            return saved
+        if isinstance(self.state, HookState):
             memory, counts = self.state.memory, [entry for entry in saved if not isinstance(saved[entry], int)]
             if not memory and counts:
                 saved = self.state.merge_shards(saved, self._shard_groups())
@@ -155,13 +153,15 @@ class Attachment:
             ValueError: the state does not fit the model; see `HookState.load_state_dict`. Nothing is modified.
         """
         if self._exchange is None:
-            return self._memory_state().load_state_dict(state_dict)
+            if isinstance(self.state, HookState):
+                self.state.load_state_dict(state_dict)
+            return
         within = _local_shards(state_dict, WITHIN) if self._scattered else {}
         for name, parameter in self._trainable() if self._scattered else ():
             check_tensor(f"within[{name!r}]", within.get(name), (torch.float32,), tuple(parameter.sharded_size))
             check_elements(f"within[{name!r}]", within[name], within[name].isfinite(), "a finite number")
-        if isinstance(self.state, HookState) or not self._scattered:
-            state = self._memory_state()
+        if isinstance(self.state, HookState):
+            state = self.state
             loaded: dict[str, Any] = {entry: {} for entry in state.memory} | state.counts()
             compressed = set(state._names.compressible().values())  # others have zeros in a checkpoint
             for entry, value in state_dict.items():
@@ -176,13 +176,6 @@ class Attachment:
         for each in self._scattered:
             each.load_errors(within)
         self._exchange.is_loaded = True
-
-    def _memory_state(self) -> HookState:
-        if not isinstance(self.state, HookState):
-            raise TypeError(
-                f"The state is {self.state!r}, which keeps nothing between steps: there is nothing to save."
-            )
-        return self.state
 
     def _shard_groups(self) -> list[dist.ProcessGroup]:
         found = (shard_group(group) for group, _, _ in self._groups)
@@ -396,10 +389,9 @@ def _attach_to_shards(
         native = reduce_scatter_of(group)
         compressed = QuantizedReduceScatter(native, group, names[group], replicas.get(group), options, exchange)
         replace_reduce_scatter(group, compressed)
-    feedback = f", and error feedback in {options.error_dtype}" if options.use_error_feedback else ""
-    return (
-        f"{len(scattered)} parameter groups are reduced within a replica in {options.wire}, with sums in fp32{feedback}"
-    )
+    errors = str(options.error_dtype).removeprefix("torch.")
+    feedback = f", and error feedback in {errors}" if options.use_error_feedback else ""
+    return f"{len(scattered)} parameter groups are reduce-scattered in {options.wire}, with sums in fp32{feedback}"
 
 
 def _hook_of(state: Any) -> CommHook:

@@ -51,7 +51,7 @@ def test_train_hsdp_on_two_replicas_of_two_shards_learns_with_fewer_bytes():
 def test_train_fsdp2_on_two_ranks_learns():
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     output = output_of(*launcher, str(EXAMPLES / "train_fsdp2.py"))
-    assert "2 parameter groups are reduced within a replica in bf16" in output
+    assert "2 parameter groups are reduce-scattered in bf16" in output
     assert_learns(output)
 
 

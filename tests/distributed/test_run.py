@@ -143,7 +143,7 @@ def test_unchanged_loop_of_fsdp2_has_the_bits_of_attach(hook, within):
     assert_same_bits(unchanged, train_sharded((2,), lambda model: gradwire.attach(model, within=within)))
     (compression,) = made
     assert compression.n_steps == 24
-    assert f"2 parameter groups are reduced within a replica in {hook}" in run.report(made)
+    assert f"2 parameter groups are reduce-scattered in {hook}" in run.report(made)
 
 
 @on_ranks(2)
@@ -178,9 +178,23 @@ def test_hook_that_fsdp_cannot_use_raises_with_the_choices():
 
 
 @on_ranks(2)
-def test_measure_without_effect_on_fsdp_warns():
-    with run.compressed("bf16", measure=100), pytest.warns(UserWarning, match="--measure has no effect"):
-        train_sharded((2,), steps=1)
+def test_report_says_that_measure_has_no_effect_on_fsdp():
+    with run.compressed("bf16", measure=100) as made:
+        train_sharded((2,), steps=3)
+    assert "--measure has no effect: it compares steps of DDP" in run.report(made)
+
+
+@on_ranks(2)
+def test_report_of_a_short_script_says_what_did_not_happen():
+    with run.compressed("int4", start=10, measure=100) as made:
+        ddp = DistributedDataParallel(build("mlp"))
+        train_steps(ddp, 10)
+        assert "nothing was compressed: that begins after 10 steps" in run.report(made)
+    with run.compressed("int4", measure=100) as made:
+        ddp = DistributedDataParallel(build("mlp"))
+        train_steps(ddp, 40)
+        needed = 2 + run.WARM_UP + 100 + 1
+        assert f"measured             nothing: --measure needs {needed} steps here" in run.report(made)
 
 
 @on_ranks(2)
@@ -221,7 +235,7 @@ def test_auto_measures_from_the_start_step_on():
         assert made[0]._state.iter == 0
         train_steps(ddp, 1)
         assert made[0]._state.iter == 1
-        assert "too few" not in run.report(made) and "not measured: the script ended before it" in run.report(made)
+        assert "too few" not in run.report(made) and "nothing was compressed: that begins after" in run.report(made)
 
 
 @pytest.mark.parametrize(("freedom", "expected"), [(4, 2.776), (9, 2.262), (30, 2.042)])
@@ -233,7 +247,7 @@ def test_interval_contains_the_gain_of_noisy_stretches_and_is_narrow():
     noise = [1.0, 1.1, 0.9, 1.05, 0.95, 1.0]
     stretches = [pair for n in noise for pair in ((False, 0.3 * n), (True, 0.1))]
     gain, low, high = map(
-        float, re.findall(r"([\d.]+) times.*interval ([\d.]+) to ([\d.]+)", run._comparison(stretches, "int4"))[0]
+        float, re.findall(r"([\d.]+) times.*interval ([\d.]+) to ([\d.]+)", run._comparison(stretches, "int4", 123))[0]
     )
     assert 2.7 < low < gain < high < 3.3
     assert gain == pytest.approx(3, rel=0.02)
@@ -326,6 +340,7 @@ def test_module_and_error_of_a_script_are_as_without_it(tmp_path, monkeypatch):
         (["--hook", "int4", "--measure", "20", "train.py"], "'20' is not a whole number of steps, at least 100"),
         (["--hook", "powersgd-r4", "--start", "1", "train.py"], "at least 2"),
         (["--hook", "int4"], "required: SCRIPT"),
+        (["--hook", "int4", "absent.py"], "there is no script absent.py"),
     ],
 )
 def test_bad_options_are_named(capsys, arguments, message):
