@@ -10,12 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.comm import executor_for
-from gradwire.compress._validation import check_entries, check_keywords, check_whole_number, wrong
+from gradwire.compress._validation import check_count, check_entries, check_keywords, check_whole_number, wrong
 from gradwire.hooks._auto_trial import PLAIN, Method, Trial, choose, make_method, reason, slowest_times
-from gradwire.hooks._bucket import GradBucket, bucket_device
-from gradwire.hooks._checkpoint import Scaler, check_count, option_values
+from gradwire.hooks._bucket import GradBucket, bucket_device, parameter_names, plain_name
+from gradwire.hooks._checkpoint import Scaler, option_values
 from gradwire.hooks._handshake import digest
-from gradwire.hooks._parameter_names import parameter_names, plain_name
 from gradwire.hooks.hook_state import HookState, hook_for, with_option_attributes
 from gradwire.kernels import is_capturing
 
