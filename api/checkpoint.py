@@ -40,11 +40,10 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim import Optimizer
 
 from gradwire._version import __version__
-from gradwire.comm.store_collectives import store_all_gather
+from gradwire.comm.store_collectives import format_by_rank, store_all_gather
 from gradwire.comm.torch_internals import default_group
 from gradwire.compress._validation import check_whole_number
-from gradwire.hooks._parameter_names import plain_name
-from gradwire.hooks._recovery import format_by_rank
+from gradwire.hooks._bucket import plain_name
 from gradwire.integrations._checkpoint import collect_state
 from gradwire.sharded import Attachment
 from gradwire.sharded.attachment import is_attached

@@ -6,6 +6,7 @@ They work while collectives are stuck, and a rank that waits knows which ranks a
 from __future__ import annotations
 
 import atexit
+import json
 import logging
 import queue
 import threading
@@ -88,6 +89,14 @@ def store_all_gather(
     if _decide(store, attempt, "failed" if missing else "met") == "failed":
         raise RanksMissing(purpose, missing, timeout)
     return get_all(store, keys)
+
+
+def gather_json(
+    group: dist.ProcessGroup, purpose: str, value: object, check: Callable[[], None] = lambda: None
+) -> list[Any]:
+    """Every rank's value, through the store. A collective call. ``check`` may raise to end the wait."""
+    texts = store_all_gather(group, purpose, json.dumps(value), collective_timeout(group), check)
+    return [json.loads(text) for text in texts]
 
 
 class Notices:
@@ -211,6 +220,22 @@ def named_barrier(
 ) -> None:
     """Barrier: return once every rank has made the matching call; see `store_all_gather`."""
     store_all_gather(group, purpose, "here", timeout, check)
+
+
+def check_collectives(counts: Sequence[Sequence[int]]) -> None:
+    """Raise RuntimeError unless all ranks have issued equally many collectives on a process group."""
+    if any(count != counts[0] for count in counts):
+        raise RuntimeError(
+            "The ranks have issued different numbers of collectives on the process group itself: "
+            f"{format_by_rank(counts)}. "
+            "The missing collectives leave it stuck, and gradwire can replace only groups that it created. Restart "
+            "the job from a checkpoint, or destroy the process group on every rank and initialize a new one."
+        )
+
+
+def format_by_rank(values: Sequence[Any]) -> str:
+    """Format values: ``3 on rank 0, 4 on rank 1``."""
+    return ", ".join(f"{value!r} on rank {rank}" for rank, value in enumerate(values))
 
 
 def format_differences(facts_by_rank: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> str:

@@ -183,10 +183,11 @@ class Shot(Collective):
         works = [self._start_piece(target, source, group, is_async) for target, source in pieces]
         return [work for work in works if work is not None]
 
-    @abstractmethod
     def _start_piece(
         self, target: Tensor, source: Tensor, group: dist.ProcessGroup, is_async: bool
-    ) -> dist.Work | None: ...
+    ) -> dist.Work | None:
+        splits = () if self.part is None else self.part.splits
+        return all_to_all(target, source, group, is_async=is_async, splits=splits)
 
     def run_alone(self) -> None:
         """Copy the message of the only rank to itself."""
@@ -195,12 +196,6 @@ class Shot(Collective):
 
 class AllToAll(Shot):
     """The first shot, of a source [pieces, n, bytes]."""
-
-    def _start_piece(
-        self, target: Tensor, source: Tensor, group: dist.ProcessGroup, is_async: bool
-    ) -> dist.Work | None:
-        splits = () if self.part is None else self.part.splits
-        return all_to_all(target, source, group, is_async=is_async, splits=splits)
 
 
 class AllGather(Shot):
@@ -211,8 +206,7 @@ class AllGather(Shot):
     ) -> dist.Work | None:
         if self.part is None:
             return all_gather(target.view(-1), source, group, is_async=is_async)
-        copies = source.expand_as(target).contiguous()
-        return all_to_all(target, copies, group, is_async=is_async, splits=self.part.splits)
+        return super()._start_piece(target, source.expand_as(target).contiguous(), group, is_async)
 
 
 class Transport:
@@ -469,21 +463,6 @@ def wait_for(future: Future[T], check: Callable[[], None]) -> T:
         raise
     finally:
         del future  # it holds the error, whose traceback holds this frame
-
-
-def take_values(futures: list[Future[T] | None]) -> list[T | None]:
-    """The values of the futures that are done; None for the others and for failed ones. Empties the list."""
-    values: list[T | None] = []
-    while futures:
-        future = futures.pop(0)
-        try:
-            values.append(future.value() if future is not None and future.done() else None)
-        except Exception as error:
-            clear_frames(error)
-            values.append(None)
-        finally:
-            del future  # it holds the error, too
-    return values
 
 
 def clear_frames(error: BaseException | None) -> None:

@@ -7,12 +7,14 @@ import functools
 import inspect
 import math
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+MAX_COUNT = 2**62  # half of int64's range, so that a kernel can add one; a count stays there
+MAX_ERROR = torch.finfo(torch.bfloat16).max  # errors are kept in fp32 or bf16, those of fp64 gradients in fp64
 Init = TypeVar("Init", bound=Callable[..., None])
 
 
@@ -50,6 +52,11 @@ def check_whole_number(
         raise ValueError(f"{name} is {value!r}; expected {expected}.")
 
 
+def check_count(entry: str, value: object) -> None:
+    """Raise ValueError unless ``value`` is a number of steps or elements."""
+    check_whole_number(entry, value, "a whole number from 0 to 2**62", 0, MAX_COUNT)
+
+
 def check_number(name: str, value: object, expected: str, lowest: float = -math.inf) -> None:
     """Raise ValueError unless ``value`` is a finite int or float of at least ``lowest``."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -73,12 +80,12 @@ def check_patterns(name: str, value: object, expected: str, lowest: int) -> None
         check_whole_number(f"{name}[{pattern!r}]", number, expected, lowest)
 
 
-def check_error_shape(name: str, error: Tensor, layout: Tensor) -> None:
-    """Raise ValueError unless the error memory of parameter ``name`` has the shape of its gradient."""
-    if error.shape != layout.shape:
+def check_memory_shape(entry: str, name: str, tensor: Tensor, shape: Sequence[int]) -> None:
+    """Raise ValueError unless the memory ``entry`` of parameter ``name`` has the shape that its gradient asks for."""
+    if tensor.shape != tuple(shape):
         raise ValueError(
-            f"The error memory of {name} has shape {tuple(error.shape)}, its gradient {tuple(layout.shape)}. "
-            "Load the state that was saved with this model, or start with a new state."
+            f"The error memory of {name} has shape {tuple(tensor.shape)}, its gradient {tuple(shape)}: "
+            f"{entry}[{name!r}] belongs to another model. Load the state of this model, or start with a new one."
         )
 
 
@@ -115,6 +122,22 @@ def check_elements(entry: str, tensor: Tensor, is_good: Tensor, expected: str) -
     if not bool(is_good.all()):
         place = (~is_good).nonzero()[0].tolist()
         raise wrong(f"{entry}{place}" if place else entry, tensor[tuple(place)].item(), expected)
+
+
+def checked_tensors(key: str, value: object) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a dictionary by parameter name, each with the name of its entry, once it is checked."""
+    if not isinstance(value, Mapping):
+        raise wrong(key, value, "a dictionary from parameter names to tensors")
+    for name, tensor in value.items():
+        if not isinstance(name, str):
+            raise ValueError(f"{key} has the name {reprlib.repr(name)}; expected a string.")
+        check_tensor(f"{key}[{name!r}]", tensor, (torch.float32, torch.float64))
+        yield f"{key}[{name!r}]", tensor
+
+
+def check_range(entry: str, error: Tensor) -> None:
+    """Raise ValueError if an element exceeds the range of the dtype in which an error is kept."""
+    check_elements(entry, error, error.abs() <= MAX_ERROR, f"-{MAX_ERROR:.6g} to {MAX_ERROR:.6g}")
 
 
 def wrong(entry: str, value: object, expected: str) -> ValueError:

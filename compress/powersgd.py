@@ -30,15 +30,9 @@ from torch import Tensor
 
 from gradwire.comm.executor import Workspace
 from gradwire.comm.transport import Transport
-from gradwire.compress._validation import check_error_shape
+from gradwire.compress.memory import MemoryByName, error_like
 from gradwire.compress.policy import MatrixShape
-from gradwire.compress.quantization import (
-    Quantization,
-    QuantizedMessage,
-    QuantizedStep,
-    full_format,
-    two_shot_all_reduce,
-)
+from gradwire.compress.quantization import QuantizedFactors, QuantizedStep, two_shot_all_reduce
 from gradwire.kernels import (
     ALIGN_NUMEL,
     FactorLayout,
@@ -167,7 +161,6 @@ async def alternating_all_reduce(
     reconstruct(m, p, q, bucket.finite)
 
 
-FACTOR_BLOCK_SIZE = 64  # elements of a factor that share a scale
 # Tensors that are added up in place, each in its own dtype, or quantized.
 Message = Sequence[Tensor] | QuantizedStep
 
@@ -178,37 +171,6 @@ async def exchange(message: Message, transport: Transport) -> None:
         await two_shot_all_reduce(message, 1.0, transport)
     else:
         await transport.all_reduce(*message)
-
-
-# Memory of a state or of buckets: "errors", "q" and "p", each by parameter name.
-#
-# errors: E, the residual of this rank, in the shape and strides of the gradient, in fp32, or fp64 for fp64 gradients.
-# q: unit columns of Q, [matrices, r, m]; equal on all ranks. p: unit columns of P, [matrices, r, n], likewise; only
-# `alternating_all_reduce` needs it. Nothing is lost: over all ranks and steps, gradients = results + remaining error.
-MemoryByName = Mapping[str, Mapping[str, Tensor]]
-
-
-def error_like(error: Tensor | None, layout: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """The error memory of a parameter, as a copy if it has another layout or dtype; zeros if there is none yet.
-
-    Raises:
-        ValueError: the error has another shape than ``layout``, a real tensor like the gradient.
-    """
-    if error is not None:
-        check_error_shape(name, error, layout)
-        if (error.dtype, error.device, error.stride()) == (dtype, layout.device, layout.stride()):
-            return error
-    like = torch.empty_strided(layout.shape, layout.stride(), dtype=dtype, device=layout.device)
-    return like.zero_() if error is None else like.copy_(error)
-
-
-class QuantizedFactors(NamedTuple):
-    """The factors of one side, P or Q, before and after quantization."""
-
-    message: QuantizedMessage
-    wire: Tensor  # the factors, packed
-    others: Tensor  # the gradients that are sent with them, packed
-    tensors: list[Tensor]  # the factor of each matrix, and the other gradients if there are any
 
 
 class LowRankStep(NamedTuple):
@@ -249,7 +211,10 @@ class LowRankBucket:
     Attributes:
         layout: position of each gradient in a flat buffer of the bucket.
         table: sizes of the matrices, and positions of their factors in packed buffers.
-        memory: memory of the compressed parameters.
+        memory: memory of the compressed parameters. "errors": E, the residual of this rank, in the shape and strides of
+            the gradient, in fp32, or fp64 for fp64 gradients. "q": unit columns of Q, [matrices, r, m], equal on all
+            ranks. "p": unit columns of P, [matrices, r, n], likewise; only `alternating_all_reduce` needs it. Nothing
+            is lost: over all ranks and steps, gradients = results + remaining error.
         q: Q of all matrices from the last step, packed as ``table.q``; unit columns, equal on all ranks.
         p: P of all matrices from the last step, packed as ``table.p``, if ``alternating``.
         counter: int64 [1], in device memory: number of the next step, for the random columns.
@@ -376,33 +341,21 @@ class LowRankBucket:
         """The messages of a step with quantized factors, the factors, the other gradients, and the basis."""
         sides, sizes = [self._quantized_factors(side, transport) for side in sends], [(basis.numel, self.table.compute)]
         for side in sides:
-            sizes += side.message.wires
+            sizes += side.wires
         basis_buffer, *buffers = workspace.wires(*sizes)
         messages: list[Message] = []
-        for message, _, _, tensors in sides:
-            used, buffers = buffers[: len(message.wires)], buffers[len(message.wires) :]
-            messages.append(message.start_step(tensors, tensors, iteration, used))
-        return messages, [side.wire for side in sides], sides[0].others, basis_buffer
+        for side in sides:
+            used, buffers = buffers[: len(side.wires)], buffers[len(side.wires) :]
+            messages.append(side.start_step(side.tensors, side.tensors, iteration, used))
+        return messages, [side.factors for side in sides], sides[0].others, basis_buffer
 
     def _quantized_factors(self, side: FactorLayout, transport: Transport) -> QuantizedFactors:
-        """The buffers of one side's factors, and of the gradients that are sent with them, and their message.
-
-        Each factor starts a block, so that its rounding does not depend on its neighbors in the bucket. Kernels read
-        the addresses of the tensors on the device, so these are not from a workspace: in a CUDA graph they must stay.
-        """
+        """The message of one side's factors, and of the gradients that are sent with them."""
         if side not in self._quantized:
             assert self._factor_wire is not None
-            wire = torch.empty(side.numel, dtype=self.table.compute, device=self.table.device)
-            tensors = side.views(wire)
-            formats = [self._factor_wire] * len(tensors)
-            has_others = self._others_table is not None and (side is self.table.p or self.p is not None)
-            others = torch.empty(self._others_numel if has_others else 0, dtype=self.table.dtype, device=wire.device)
-            if has_others:
-                tensors.append(others)
-                formats.append(full_format(others.dtype))
-            options = Quantization(block_size=FACTOR_BLOCK_SIZE, error_dtype=None)
-            message = QuantizedMessage(tensors, formats, transport, options)
-            self._quantized[side] = QuantizedFactors(message, wire, others, tensors)
+            table, numel = self.table, self._others_numel if side is self.table.p or self.p is not None else 0
+            others = torch.empty(numel, dtype=table.dtype, device=table.device)
+            self._quantized[side] = QuantizedFactors(side, table.compute, self._factor_wire, others, transport)
         return self._quantized[side]
 
     def counter_at(self, iteration: int) -> Tensor:

@@ -30,11 +30,12 @@ from torch import Tensor
 
 from gradwire.comm.executor import Workspace
 from gradwire.comm.transport import Transport
-from gradwire.compress._validation import check_error_shape
+from gradwire.compress._validation import check_memory_shape
 from gradwire.kernels import (
     HEADER_BYTES,
     WIRE_FORMATS,
     BlockTable,
+    FactorLayout,
     MessageLayout,
     Rounding,
     Section,
@@ -49,6 +50,7 @@ from gradwire.kernels import (
     use_triton,
 )
 
+FACTOR_BLOCK_SIZE = 64  # elements of a low-rank factor that share a scale
 SECOND_SHOT_SALT = -1  # the first shot's salts are the ranks
 
 
@@ -212,7 +214,7 @@ def earlier_errors(
     found = {name: errors[name] for name in names if name in errors}
     for name, layout in zip(names, layouts, strict=True):
         if name in found:
-            check_error_shape(name, found[name], layout)
+            check_memory_shape("errors", name, found[name], layout.shape)
     return found
 
 
@@ -316,6 +318,31 @@ class QuantizedMessage:
             Rounding(self.counter, self._rank, self._stochastic),
             Rounding(self.counter, SECOND_SHOT_SALT, self._stochastic),
         )
+
+
+class QuantizedFactors(QuantizedMessage):
+    """The message of the low-rank factors of one side, P or Q, and of gradients that are sent with them.
+
+    Each factor starts a block, so that its rounding does not depend on its neighbors in the bucket. Kernels read the
+    addresses of the tensors on the device, so these are not from a workspace: in a CUDA graph they must stay.
+
+    Attributes:
+        factors: the factors, packed.
+        others: the gradients, packed.
+        tensors: each factor, and the gradients if there are any.
+    """
+
+    def __init__(
+        self, side: FactorLayout, dtype: torch.dtype, wire: WireFormat, others: Tensor, transport: Transport
+    ) -> None:
+        self.factors, self.others = torch.empty(side.numel, dtype=dtype, device=others.device), others
+        self.tensors = side.views(self.factors)
+        formats = [wire] * len(self.tensors)
+        if others.numel() > 0:
+            self.tensors.append(others)
+            formats.append(full_format(others.dtype))
+        options = Quantization(block_size=FACTOR_BLOCK_SIZE, error_dtype=None)
+        super().__init__(self.tensors, formats, transport, options)
 
 
 class QuantizedBucket(QuantizedMessage):

@@ -15,6 +15,7 @@ from torch.futures import Future
 from gradwire.comm import Executor
 from gradwire.comm.pipeline import BucketTimes, busy_until, exchange_ends
 from gradwire.hooks._bucket import CommHook, GradBucket, GradwireBucket, bucket_device, bucket_work, is_sparse
+from gradwire.hooks._checkpoint import Scaler
 from gradwire.hooks.default_hooks import CastState, allreduce_hook, bf16_compress_hook, fp16_compress_hook
 from gradwire.hooks.hook_state import HookState
 from gradwire.hooks.powerSGD_hook import FACTOR_WIRES, PowerSGDState, powerSGD_hook
@@ -121,6 +122,65 @@ class Trial:
     def ready(self) -> list[float]:
         """Milliseconds from the first complete gradient to each bucket, without the waiting."""
         return list(accumulate(durations(self._marks[1:]), initial=0.0))
+
+
+class Methods(HookState):
+    """The states of several methods as one: of those in use, and of those under measurement."""
+
+    def __init__(self, hook: str, process_group: dist.ProcessGroup | None, options: Any) -> None:
+        self._methods: dict[str, Method] = {}  # in use, by name
+        self._trials: list[Trial] = []
+        self._followed: Scaler | None = None
+        super().__init__(hook, process_group, options)
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The ranks to average over; None for the model's."""
+        return self._process_group
+
+    @process_group.setter
+    def process_group(self, process_group: dist.ProcessGroup | None) -> None:
+        HookState.process_group.fset(self, process_group)  # type: ignore[attr-defined]
+        for method in (*self._methods.values(), *(trial.method for trial in self._trials)):
+            method.state.process_group = process_group
+
+    def bind(self, module: torch.nn.Module) -> None:
+        """Take parameter names from ``module``; see `HookState.bind`."""
+        super().bind(module)
+        for _, state in self._with_memory():
+            state.bind(module)
+
+    def bind_layouts(self, layouts: Mapping[str, Tensor]) -> None:
+        """Take the parameter names of a sharded model; see `HookState.bind_layouts`."""
+        super().bind_layouts(layouts)
+        for _, state in self._with_memory():
+            state.bind_layouts(layouts)
+
+    def _with_memory(self) -> list[tuple[str, HookState]]:
+        """The methods in use that keep error memory, by name."""
+        found = sorted(self._methods.items())
+        return [(name, each.state) for name, each in found if isinstance(each.state, HookState)]
+
+    def residuals(self) -> list[Tensor]:
+        """This rank's error memory, for `metrics`."""
+        return [error for method in self._methods.values() for error in method.state.residuals()]
+
+    def follow_scaler(self, scaler: Scaler | None) -> None:
+        """Rescale the error memory of every method; see `HookState.follow_scaler`."""
+        self._followed = scaler
+        for method in (*self._methods.values(), *(trial.method for trial in self._trials)):
+            if isinstance(method.state, HookState):
+                method.state.follow_scaler(scaler)
+
+    def match_scale(self) -> None:
+        """Rescale the error memory of every method, also of one that no bucket of this step uses."""
+        for _, state in self._with_memory():
+            state.match_scale()
+
+    def forget_errors(self) -> None:
+        """Set the error memory of every method to zero."""
+        for _, state in self._with_memory():
+            state.forget_errors()
 
 
 # A plan may take this much longer than the fastest one, if it rounds less.

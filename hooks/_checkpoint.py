@@ -4,11 +4,10 @@ A loaded checkpoint is validated before the state is modified: a ValueError name
 expectation.
 """
 
-import reprlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from datetime import timedelta
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, get_args
+from typing import Any, ClassVar, Protocol, get_args
 
 import torch
 import torch.distributed as dist
@@ -16,58 +15,30 @@ from torch import Tensor
 
 from gradwire.comm import Transport, connections_of, executor_for
 from gradwire.comm.store_collectives import RanksMissing, named_barrier
-from gradwire.compress._validation import check_elements, check_entries, check_tensor, check_whole_number, wrong
-from gradwire.hooks._bucket import GradBucket, bucket_device, bucket_dtype, described
+from gradwire.compress._validation import (
+    check_count,
+    check_elements,
+    check_entries,
+    check_memory_shape,
+    check_range,
+    checked_tensors,
+)
+from gradwire.compress.memory import BucketMemory, Memory, MemoryByName, Merge
+from gradwire.hooks._bucket import (
+    GradBucket,
+    ParameterNames,
+    bucket_device,
+    bucket_dtype,
+    described,
+    is_number,
+    plain_name,
+)
 from gradwire.hooks._handshake import HookSettings, digest
-from gradwire.hooks._parameter_names import ParameterNames, is_number, plain_name
-from gradwire.kernels import SegmentTable, as_real, compute_dtype, gradient_layout, layout_in_dtype, memory_order
+from gradwire.kernels import SegmentTable, as_real, gradient_layout, layout_in_dtype, memory_order
 
 ERRORS = "errors"  # the entry with error memory
-MAX_COUNT = 2**62  # half of int64's range, so that a kernel can add one; a count stays there
-MAX_ERROR = torch.finfo(torch.bfloat16).max  # errors are kept in fp32 or bf16, those of fp64 gradients in fp64
 PREPARE_TIMEOUT = timedelta(minutes=2)
 STATE_DICT_TIMEOUT = timedelta(seconds=10)  # early: a waiting rank is usually the only caller
-
-
-Merge = Literal["sum", "mean", "same"]
-
-
-class Memory(NamedTuple):
-    """The declaration of a tensor that a state keeps for each parameter.
-
-    Attributes:
-        merge: how the tensors of all ranks become one in a checkpoint. "sum": a resumed rank gets its share, the sum
-            divided by the world size. "mean": each rank gets the mean. "same": all ranks have equal tensors.
-        dtype: dtype of the tensor; None: fp32, or fp64 for fp64 gradients.
-        shape: shape of the tensor, from the gradient as a real tensor; by default the gradient's own shape. None: the
-            state validates shapes itself.
-    """
-
-    merge: Merge = "sum"
-    dtype: torch.dtype | None = None
-    shape: Callable[[Tensor], Sequence[int]] | None = lambda gradient: gradient.shape
-
-    def zeros(self, layout: Tensor, device: torch.device) -> Tensor:
-        """The tensor of a parameter whose real gradient is like ``layout``, before its first step."""
-        assert self.shape is not None
-        return torch.zeros(tuple(self.shape(layout)), dtype=self.dtype or compute_dtype(layout.dtype), device=device)
-
-
-class BucketMemory:
-    """The declared memory of a bucket's parameters: ``bucket["errors"]`` is a list of tensors, one per parameter.
-
-    Attributes:
-        layout: layout of the gradients in a flat buffer.
-        memory: the same tensors, by entry and parameter name.
-    """
-
-    def __init__(self, layout: SegmentTable, memory: Mapping[str, Mapping[str, Tensor]]) -> None:
-        self.layout = layout
-        self.memory = memory
-        self._lists = {entry: list(tensors.values()) for entry, tensors in memory.items()}
-
-    def __getitem__(self, entry: str) -> list[Tensor]:
-        return self._lists[entry]
 
 
 class Scaler(Protocol):
@@ -141,12 +112,11 @@ class DeclaredMemory(HookSettings):
             for name, layout in zip(names, layouts, strict=True):
                 zeros = declared.zeros(layout, layout.device)
                 kept = self._tensors[entry].get(name, zeros)
-                if kept.shape != zeros.shape:
-                    raise _other_shape(entry, name, kept, zeros.shape)
+                check_memory_shape(entry, name, kept, zeros.shape)
                 tensors[entry][name] = kept.to(zeros.device, zeros.dtype)
         return BucketMemory(SegmentTable(layouts), tensors)
 
-    def _keep(self, memory: Mapping[str, Mapping[str, Tensor]]) -> None:
+    def _keep(self, memory: MemoryByName) -> None:
         """Keep tensors by entry and parameter name."""
         for entry, tensors in memory.items():
             self._tensors[entry].update(tensors)
@@ -161,7 +131,7 @@ class DeclaredMemory(HookSettings):
     def check_loaded(self, names: Sequence[str]) -> None:
         """Raise ValueError, before anything is sent, if loaded memory does not fit the parameters known so far."""
 
-    def folded(self, bucket: Any) -> Mapping[str, Mapping[str, Tensor]]:
+    def folded(self, bucket: Any) -> MemoryByName:
         """Memory of a bucket, by entry and parameter name, that a new bucket must start from instead of its memory."""
         return {}
 
@@ -236,12 +206,9 @@ class DeclaredMemory(HookSettings):
     def _every_error(self) -> list[Tensor]:
         """The error memory of buckets, of earlier buckets, and of a checkpoint that no step has used yet."""
         kept = list(self.residuals())
-        of_buckets = {error.untyped_storage().data_ptr() for error in kept}
-        for tensors in (self._tensors, self._loaded):  # those of buckets are views
-            for error in tensors.get(ERRORS, {}).values():
-                if error.untyped_storage().data_ptr() not in of_buckets:
-                    kept.append(error)
-        return kept
+        of_buckets = {error.untyped_storage().data_ptr() for error in kept}  # tensors by name may be views of them
+        others = [*self._tensors.get(ERRORS, {}).values(), *self._loaded.get(ERRORS, {}).values()]
+        return kept + [error for error in others if error.untyped_storage().data_ptr() not in of_buckets]
 
     @property
     def error_memory_bytes(self) -> int:
@@ -288,12 +255,11 @@ class Checkpointed(DeclaredMemory):
     def prepare_checkpoint(self) -> None:
         """Collect the errors of all ranks, and keep the copy for `state_dict` until the next step.
 
-        A collective call: every rank must make it, between two steps. Afterwards, any rank may call
-        `state_dict` alone, for trainers that save on rank 0. The copy takes CPU memory on every rank.
+        A collective call: every rank must make it, between two steps. Afterwards, any rank may call `state_dict` alone,
+        for trainers that save on rank 0. The copy takes CPU memory on every rank.
 
         Raises:
-            RuntimeError: the parameter names are not known, or a rank has not called it within two
-                minutes.
+            RuntimeError: the parameter names are not known, or a rank has not called it within two minutes.
 
         Examples:
             >>> state.prepare_checkpoint()
@@ -308,17 +274,16 @@ class Checkpointed(DeclaredMemory):
     def state_dict(self) -> dict[str, Any]:
         """The state as plain CPU tensors and numbers, for ``torch.load(weights_only=True)``.
 
-        A collective call: every rank must make it, between two steps. The result is equal on all
-        ranks. Between `prepare_checkpoint` and the next step, any rank may call it alone: it then
-        returns the prepared copy, and two such calls share tensors.
+        A collective call: every rank must make it, between two steps. The result is equal on all ranks. Between
+        `prepare_checkpoint` and the next step, any rank may call it alone: it then returns the prepared copy, and two
+        such calls share tensors.
 
         Every parameter with a dense gradient has an entry even before the first step, so that
-        ``torch.distributed.checkpoint`` can load: register the hook or `bind` the model before you
-        load.
+        ``torch.distributed.checkpoint`` can load: register the hook or `bind` the model before you load.
 
         Raises:
-            RuntimeError: the parameter names are not known, or a rank has not called it within ten
-                seconds. A later call on all ranks works.
+            RuntimeError: the parameter names are not known, or a rank has not called it within ten seconds. A later
+                call on all ranks works.
         """
         if self._prepared is not None:
             return {key: dict(value) if isinstance(value, dict) else value for key, value in self._prepared.items()}
@@ -477,29 +442,25 @@ class Checkpointed(DeclaredMemory):
         check_count("iter", state["iter"])
         self.check_counts(state)
         for entry, declared in self.memory.items():
-            for place, tensor in _checked_tensors(entry, state[entry]):
+            for place, tensor in checked_tensors(entry, state[entry]):
                 check_elements(place, tensor, tensor.isfinite(), "a finite number")
                 if declared.dtype is not None:
-                    _check_range(place, tensor)
+                    check_range(place, tensor)
         self._check_fits({entry: state[entry] for entry in self.memory})
 
     def check_counts(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError unless the entries of `counts` are valid."""
 
-    def check_shapes(self, memory: Mapping[str, Mapping[str, Tensor]], layouts: Mapping[str, Tensor]) -> None:
+    def check_shapes(self, memory: MemoryByName, layouts: Mapping[str, Tensor]) -> None:
         """Raise ValueError unless loaded memory has the declared shapes for these layouts of gradients, by parameter
         name.
         """
         for entry, (_, _, shape_of) in self.memory.items():
             for name, tensor in memory[entry].items():
-                if (
-                    shape_of is not None
-                    and name in layouts
-                    and tensor.shape != (shape := tuple(shape_of(as_real(layouts[name]))))
-                ):
-                    raise _other_shape(entry, name, tensor, shape)
+                if shape_of is not None and name in layouts:
+                    check_memory_shape(entry, name, tensor, shape_of(as_real(layouts[name])))
 
-    def _check_fits(self, memory: Mapping[str, Mapping[str, Tensor]]) -> None:
+    def _check_fits(self, memory: MemoryByName) -> None:
         """Raise ValueError unless loaded memory fits the model, as far as its parameters are known."""
         parameters = self._names.known()
         self.check_shapes(memory, {name: gradient_layout(parameter) for name, parameter in parameters.items()})
@@ -515,7 +476,7 @@ class Checkpointed(DeclaredMemory):
             )
         for name, error in errors.items():
             if parameters[name].dtype.to_real() != torch.float64:
-                _check_range(f"{ERRORS}[{name!r}]", error)
+                check_range(f"{ERRORS}[{name!r}]", error)
 
     def check_loaded(self, names: Sequence[str]) -> None:
         if not self._is_loaded or self._fits_model:
@@ -534,31 +495,3 @@ class Checkpointed(DeclaredMemory):
 def option_values(options: Any) -> dict[str, Any]:
     """The fields of a dataclass, by name; empty for None."""
     return {each.name: getattr(options, each.name) for each in fields(options)} if options is not None else {}
-
-
-def check_count(entry: str, value: object) -> None:
-    """Raise ValueError unless ``value`` is a number of steps or elements."""
-    check_whole_number(entry, value, "a whole number from 0 to 2**62", 0, MAX_COUNT)
-
-
-def _checked_tensors(key: str, value: object) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a dictionary by parameter name, each with the name of its entry, once it is checked."""
-    if not isinstance(value, Mapping):
-        raise wrong(key, value, "a dictionary from parameter names to tensors")
-    for name, tensor in value.items():
-        if not isinstance(name, str):
-            raise ValueError(f"{key} has the name {reprlib.repr(name)}; expected a string.")
-        check_tensor(f"{key}[{name!r}]", tensor, (torch.float32, torch.float64))
-        yield f"{key}[{name!r}]", tensor
-
-
-def _check_range(entry: str, error: Tensor) -> None:
-    """Raise ValueError if an element exceeds the range of the dtype in which an error is kept."""
-    check_elements(entry, error, error.abs() <= MAX_ERROR, f"-{MAX_ERROR:.6g} to {MAX_ERROR:.6g}")
-
-
-def _other_shape(entry: str, name: str, tensor: Tensor, shape: Sequence[int]) -> ValueError:
-    return ValueError(
-        f"The error memory of {name} has shape {tuple(tensor.shape)}, its gradient {tuple(shape)}: "
-        f"{entry}[{name!r}] belongs to another model. Load the state of this model, or start with a new one."
-    )

@@ -10,9 +10,7 @@ import logging
 import math
 import weakref
 from collections import deque
-from collections.abc import Sequence
 from statistics import median
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,6 +18,7 @@ from torch import Tensor
 
 from gradwire.comm import Algorithm, Transport
 from gradwire.compress._validation import check_number, check_whole_number
+from gradwire.hooks._checkpoint import Checkpointed
 from gradwire.hooks.telemetry import HostCopy, Stopwatch, T, Work, sum_of_squares
 from gradwire.kernels import is_capturing
 
@@ -27,20 +26,6 @@ HISTORY = 32  # checks; the median norm of their older half is the reference
 MIN_HISTORY = 4  # checks before the first comparison
 MAX_NONFINITE = 2  # consecutive checks; a gradient scaler's first steps overflow one after another
 HYSTERESIS = 0.5  # compression resumes below this part of ``growth``
-
-
-class Guarded(Protocol):
-    """The part of a `HookState` that a guard uses."""
-
-    hook_name: str
-    process_group: dist.ProcessGroup | None
-
-    @property
-    def first_compressed_step(self) -> int: ...
-
-    def residuals(self) -> Sequence[Tensor]: ...
-
-    def forget_errors(self) -> None: ...
 
 
 class Guard(Stopwatch):
@@ -146,3 +131,69 @@ class Guard(Stopwatch):
     def _tell(self, text: str) -> None:
         if dist.get_rank(self._state.process_group) == 0:
             self._log.warning("%s: %s", self._state.hook_name, text)
+
+
+class Guarded(Checkpointed):
+    """A state that may send gradients in full: before its first compressed step, and while its `guard` is tripped."""
+
+    _guard: Guard | None = None
+
+    @property
+    def first_compressed_step(self) -> int:
+        """Number of the first compressed step: the option ``start_iter``, or 0 without it."""
+        start: int = getattr(self.options, "start_iter", 0)
+        check_whole_number("start_iter", start, "a whole number of steps, at least 0", 0)
+        return start
+
+    def guard(self, *, every: int = 5, growth: float = 10.0, ratio: float = 100.0, plain_steps: int = 100) -> None:
+        """Send gradients in full for a while whenever training seems to diverge. Call it on every rank.
+
+        In one of ``every`` steps, the ranks compute the norms of the mean gradient and of the error memory, and share
+        them in an all-reduce of 16 bytes. In the next step, all of them change to the plain all-reduce, clear their
+        error memory and log a warning if
+
+        - the norm of the gradient exceeds ``growth`` times its median in the older half of the last 32 checks, or
+        - the norm of the error memory exceeds ``ratio`` times that of the gradient, or
+        - the error memory is not finite, or the gradient was not finite in two checks in a row.
+
+        They compress again after ``plain_steps`` steps, once the norm of the gradient is below half of ``growth`` times
+        the median. If the guard trips again before as many compressed steps, the next pause is twice as long. Until it
+        trips, steps are bitwise the same as without it.
+
+        The guard starts anew whenever the ranks compare their settings: after ``resynchronize()``, a load, an assigned
+        step count or option, and `observe`. It is neither pickled nor saved in checkpoints. It needs the last bucket of
+        a step, and does nothing while a whole step is captured in a CUDA graph. With FSDP2, the replicas of each shard
+        decide for themselves.
+
+        Args:
+            every: number of steps per check.
+            growth: largest norm of the mean gradient, relative to its median, at least 2.
+            ratio: largest norm of the error memory, relative to that of the mean gradient: the root mean square over
+                the ranks of ``residual_ratio`` in `metrics`.
+            plain_steps: number of steps without compression, at least.
+
+        Raises:
+            ValueError: a number is out of range.
+
+        Examples:
+            >>> state = QuantizationState(wire="sign")
+            >>> state.guard()
+        """
+        self._guard = Guard(self, every, growth, ratio, plain_steps)
+        self._record()
+        self.revoke_agreements()
+
+    def stop_guarding(self) -> None:
+        """Turn the `guard` off. Call it on every rank, between the same two steps."""
+        self._guard = None
+        self._record()
+
+    def recorders(self) -> list[Stopwatch]:
+        """The guard and telemetry, as far as they are on."""
+        return [*([self._guard] if self._guard is not None else []), *super().recorders()]
+
+    def expect_handshake(self) -> None:
+        """Request a handshake at the next bucket; call it after the state was loaded."""
+        super().expect_handshake()
+        if self._guard is not None:
+            self._guard.restart()

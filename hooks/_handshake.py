@@ -44,8 +44,8 @@ from gradwire.hooks._bucket import (
     check_process_group,
     is_gradwire_hook,
     is_sparse,
+    registered_wrappers,
 )
-from gradwire.hooks._parameter_names import registered_wrappers
 from gradwire.hooks.telemetry import Observed
 
 # Longest wait for the other ranks in a later handshake, or half of the process group's timeout if that is less: a

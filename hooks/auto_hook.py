@@ -10,12 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.comm import executor_for
-from gradwire.compress._validation import check_entries, check_keywords, check_whole_number, wrong
-from gradwire.hooks._auto_trial import PLAIN, Method, Trial, choose, make_method, reason, slowest_times
-from gradwire.hooks._bucket import GradBucket, bucket_device
-from gradwire.hooks._checkpoint import Scaler, check_count, option_values
+from gradwire.compress._validation import check_count, check_entries, check_keywords, check_whole_number, wrong
+from gradwire.hooks._auto_trial import PLAIN, Method, Methods, Trial, choose, make_method, reason, slowest_times
+from gradwire.hooks._bucket import GradBucket, bucket_device, parameter_names, plain_name
+from gradwire.hooks._checkpoint import option_values
 from gradwire.hooks._handshake import digest
-from gradwire.hooks._parameter_names import parameter_names, plain_name
 from gradwire.hooks.hook_state import HookState, hook_for, with_option_attributes
 from gradwire.kernels import is_capturing
 
@@ -63,7 +62,7 @@ class AutoOptions:
 
 
 @with_option_attributes(AutoOptions)
-class AutoState(HookState):
+class AutoState(Methods):
     """Options, measurements and choices of `auto_hook`, for one model.
 
     The first two steps use the plain all-reduce. Then each candidate is timed for ``1 + repeats`` steps, on copies of
@@ -117,9 +116,6 @@ class AutoState(HookState):
         min_gain: float = 1.05,
         plan: Mapping[str, str] | None = None,
     ) -> None:
-        self._methods: dict[str, Method] = {}
-        self._trials: list[Trial] = []
-        self._followed: Scaler | None = None
         options = AutoOptions(candidates=tuple(candidates), repeats=repeats, min_gain=min_gain, plan=plan or {})
         super().__init__("auto_hook", process_group, options)
         self._applied_plan = dict(options.plan)
@@ -128,17 +124,6 @@ class AutoState(HookState):
         self._checks_plan = True  # whether the plan must be compared with the model
         self._is_first_bucket = False
         self._reason: tuple[Mapping[str, str], str] = {}, ""  # the plan that was measured here, and why it was chosen
-
-    @property
-    def process_group(self) -> dist.ProcessGroup | None:
-        """The ranks to average over; None for the model's."""
-        return self._process_group
-
-    @process_group.setter
-    def process_group(self, process_group: dist.ProcessGroup | None) -> None:
-        HookState.process_group.fset(self, process_group)  # type: ignore[attr-defined]
-        for method in (*self._methods.values(), *(trial.method for trial in self._trials)):
-            method.state.process_group = process_group
 
     def begin_step(self) -> None:
         """Begin a step, with a plan that was assigned or modified since the last one."""
@@ -185,27 +170,6 @@ class AutoState(HookState):
     def needs_names(self) -> str | None:
         """The plan needs names; see `HookState`."""
         return "The choice of a method for each parameter"
-
-    def residuals(self) -> list[Tensor]:
-        """This rank's error memory, for `metrics`."""
-        return [error for method in self._methods.values() for error in method.state.residuals()]
-
-    def follow_scaler(self, scaler: Scaler | None) -> None:
-        """Rescale the error memory of every method; see `HookState.follow_scaler`."""
-        self._followed = scaler
-        for method in (*self._methods.values(), *(trial.method for trial in self._trials)):
-            if isinstance(method.state, HookState):
-                method.state.follow_scaler(scaler)
-
-    def match_scale(self) -> None:
-        """Rescale the error memory of every method, also of one that no bucket of this step uses."""
-        for _, state in self._with_memory():
-            state.match_scale()
-
-    def forget_errors(self) -> None:
-        """Set the error memory of every method to zero."""
-        for _, state in self._with_memory():
-            state.forget_errors()
 
     def _method(self, name: str) -> Method:
         """The method of a candidate, created at its first use."""
@@ -311,23 +275,6 @@ class AutoState(HookState):
             elif self._names.layouts:
                 method.state.bind_layouts(self._names.layouts)
         return method
-
-    def bind(self, module: torch.nn.Module) -> None:
-        """Take parameter names from ``module``; see `HookState.bind`."""
-        super().bind(module)
-        for _, state in self._with_memory():
-            state.bind(module)
-
-    def bind_layouts(self, layouts: Mapping[str, Tensor]) -> None:
-        """Take the parameter names of a sharded model; see `HookState.bind_layouts`."""
-        super().bind_layouts(layouts)
-        for _, state in self._with_memory():
-            state.bind_layouts(layouts)
-
-    def _with_memory(self) -> list[tuple[str, HookState]]:
-        """The methods in use that keep error memory, by name."""
-        found = sorted(self._methods.items())
-        return [(name, each.state) for name, each in found if isinstance(each.state, HookState)]
 
     def _restart(self, iteration: int, plan: Mapping[str, str], methods: dict[str, Method]) -> None:
         self.plan = plan  # validates it

@@ -5,6 +5,7 @@ world size, resynchronization after errors, pickling and telemetry follow from t
 """
 
 import functools
+import io
 import logging
 import operator
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -17,22 +18,23 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from gradwire.comm import Algorithm, IdleTransport, Transport, Workspace, executor_for, run_algorithm
+from gradwire.comm import Algorithm, GroupTransport, IdleTransport, Transport, Workspace, executor_for, run_algorithm
 from gradwire.compress import Gradients, cast_all_reduce
-from gradwire.compress._validation import check_whole_number
+from gradwire.compress._validation import MAX_COUNT, check_count
+from gradwire.compress.memory import Memory
 from gradwire.hooks._bucket import (
     GradBucket,
     bucket_device,
     bucket_dtype,
     ddp_hook,
+    is_number,
     is_sparse,
+    plain_name,
     reduce_bucket,
     zero_copy,
 )
-from gradwire.hooks._checkpoint import MAX_COUNT, Checkpointed, Memory, check_count, option_values
-from gradwire.hooks._guard import Guard
-from gradwire.hooks._parameter_names import is_number, plain_name
-from gradwire.hooks.telemetry import Stopwatch
+from gradwire.hooks._checkpoint import option_values
+from gradwire.hooks._guard import Guarded
 from gradwire.kernels import dispatch, gradient_layout, is_capturing
 
 __all__ = ["HookState", "Memory", "Step", "hook_for"]
@@ -130,7 +132,7 @@ def _compared_options(kind: type, local: frozenset[str]) -> tuple[tuple[str, ...
     return ("options", *names), operator.attrgetter("__class__.__name__", *names)
 
 
-class HookState(Checkpointed):
+class HookState(Guarded):
     """Base class of hook states: options, memory by parameter name, and a step count, for one model.
 
     A subclass declares `memory` and has an algorithm, which its hook passes to `run`. Memory named "errors" is error
@@ -160,7 +162,6 @@ class HookState(Checkpointed):
 
     local_options: ClassVar[frozenset[str]] = frozenset()
     compiles_early: ClassVar[bool] = False
-    _guard: Guard | None = None
 
     def __init__(self, hook: str, process_group: dist.ProcessGroup | None = None, options: Any = None) -> None:
         super().__init__(hook, process_group, options)
@@ -388,74 +389,12 @@ class HookState(Checkpointed):
         if self.memory:
             self._names.is_closed = True
 
-    # Divergence.
-
-    def guard(self, *, every: int = 5, growth: float = 10.0, ratio: float = 100.0, plain_steps: int = 100) -> None:
-        """Send gradients in full for a while whenever training seems to diverge. Call it on every rank.
-
-        In one of ``every`` steps, the ranks compute the norms of the mean gradient and of the error memory, and share
-        them in an all-reduce of 16 bytes. In the next step, all of them change to the plain all-reduce, clear their
-        error memory and log a warning if
-
-        - the norm of the gradient exceeds ``growth`` times its median in the older half of the last 32 checks, or
-        - the norm of the error memory exceeds ``ratio`` times that of the gradient, or
-        - the error memory is not finite, or the gradient was not finite in two checks in a row.
-
-        They compress again after ``plain_steps`` steps, once the norm of the gradient is below half of ``growth`` times
-        the median. If the guard trips again before as many compressed steps, the next pause is twice as long. Until it
-        trips, steps are bitwise the same as without it.
-
-        The guard starts anew whenever the ranks compare their settings: after ``resynchronize()``, a load, an assigned
-        step count or option, and `observe`. It is neither pickled nor saved in checkpoints. It needs the last bucket of
-        a step, and does nothing while a whole step is captured in a CUDA graph. With FSDP2, the replicas of each shard
-        decide for themselves.
-
-        Args:
-            every: number of steps per check.
-            growth: largest norm of the mean gradient, relative to its median, at least 2.
-            ratio: largest norm of the error memory, relative to that of the mean gradient: the root mean square over
-                the ranks of ``residual_ratio`` in `metrics`.
-            plain_steps: number of steps without compression, at least.
-
-        Raises:
-            ValueError: a number is out of range.
-
-        Examples:
-            >>> state = QuantizationState(wire="sign")
-            >>> state.guard()
-        """
-        self._guard = Guard(self, every, growth, ratio, plain_steps)
-        self._record()
-        self.revoke_agreements()
-
-    def stop_guarding(self) -> None:
-        """Turn the `guard` off. Call it on every rank, between the same two steps."""
-        self._guard = None
-        self._record()
-
     @property
     def sends_in_full(self) -> bool:
         """Whether the `guard` has turned compression off."""
         return self._guard is not None and self._guard.is_tripped
 
-    def recorders(self) -> list[Stopwatch]:
-        """The guard and telemetry, as far as they are on."""
-        return [*([self._guard] if self._guard is not None else []), *super().recorders()]
-
-    def expect_handshake(self) -> None:
-        """Request a handshake at the next bucket; call it after the state was loaded."""
-        super().expect_handshake()
-        if self._guard is not None:
-            self._guard.restart()
-
     # Options.
-
-    @property
-    def first_compressed_step(self) -> int:
-        """Number of the first compressed step: the option ``start_iter``, or 0 without it."""
-        start: int = getattr(self.options, "start_iter", 0)
-        check_whole_number("start_iter", start, "a whole number of steps, at least 0", 0)
-        return start
 
     def settings(self) -> dict[str, object]:
         """The hook and its options, which must be equal on all ranks."""
@@ -489,3 +428,18 @@ class HookState(Checkpointed):
             text = "%s compresses from step %d on, and sends gradients in full until then."
             logging.getLogger(type(self).__module__).log(level, text, self.hook_name, self._start)
         self._has_announced_start = True
+
+
+def share_hook_state(state: HookState, transport: GroupTransport, source: int, rank: int, device: torch.device) -> None:
+    """Load the replicated part of the hook state of rank ``source`` on every rank. A collective call."""
+    saved = io.BytesIO()
+    if rank == source:
+        torch.save(state.replicated_state(), saved)
+    size = torch.tensor([saved.tell()], device=device)
+    transport.wait(transport.broadcast(size, source))
+    content = bytearray(saved.getvalue() if rank == source else int(size))
+    message = torch.frombuffer(content, dtype=torch.uint8)  # shares the memory of `content`
+    sent = message.to(device)
+    transport.wait(transport.broadcast(sent, source))
+    message.copy_(sent)
+    state.load_replicated_state(torch.load(io.BytesIO(content), weights_only=True))

@@ -25,6 +25,8 @@ from gradwire.compress import (
     powersgd_all_reduce,
 )
 from gradwire.compress._validation import (
+    MAX_COUNT,
+    check_count,
     check_elements,
     check_flag,
     check_keywords,
@@ -32,10 +34,10 @@ from gradwire.compress._validation import (
     check_whole_number,
     wrong,
 )
+from gradwire.compress.memory import error_like
 from gradwire.compress.policy import check_factors, check_size_of_factors
-from gradwire.compress.powersgd import error_like
 from gradwire.hooks._bucket import GradBucket, ddp_hook
-from gradwire.hooks._checkpoint import ERRORS, MAX_COUNT, check_count
+from gradwire.hooks._checkpoint import ERRORS
 from gradwire.hooks.hook_state import HookState, Memory, Step, hook_for, with_option_attributes
 from gradwire.kernels import MAX_RANK, WIRE_FORMATS, as_real, compute_dtype, gradient_layout, layout_in_dtype
 

@@ -35,13 +35,13 @@ from gradwire.hooks._bucket import (
     bucket_dtype,
     ddp_hook,
     is_sparse,
+    plain_name,
     real_layouts,
     reduce_bucket,
     zero_copy,
 )
 from gradwire.hooks._checkpoint import ERRORS
 from gradwire.hooks._handshake import HookSettings, settings_of
-from gradwire.hooks._parameter_names import plain_name
 from gradwire.hooks.hook_state import HookState, Memory, Step, hook_for
 from gradwire.kernels import MAX_BLOCK_SIZE, MIN_BLOCK_SIZE, WIRE_FORMATS, as_real, layout_in_dtype
 

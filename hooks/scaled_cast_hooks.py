@@ -8,9 +8,15 @@ import torch
 import torch.distributed as dist
 
 from gradwire.compress import BucketScale, DelayedScaling, scaled_cast_all_reduce
-from gradwire.compress._validation import check_elements, check_entries, check_keywords, check_tensor, wrong
+from gradwire.compress._validation import (
+    MAX_COUNT,
+    check_elements,
+    check_entries,
+    check_keywords,
+    check_tensor,
+    wrong,
+)
 from gradwire.hooks._bucket import GradBucket
-from gradwire.hooks._checkpoint import MAX_COUNT
 from gradwire.hooks.hook_state import HookState, Step, hook_for
 from gradwire.kernels import MAX_EXPONENT
 

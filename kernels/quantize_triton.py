@@ -26,9 +26,11 @@ from gradwire.kernels.wire_formats_triton import (
     load_blocks,
     load_errors,
     load_tile,
+    locate_blocks,
     store_blocks,
     store_errors,
     store_tile,
+    sum_blocks,
     unit_bytes,
 )
 
@@ -45,33 +47,11 @@ FLAGS_NUMEL = 128
 
 
 @triton.jit
-def _locate(
-    first, N: tl.constexpr, FULL: tl.constexpr, message, blocks_per_cell, cell_units, scales_unit, payload_unit
-):
-    """Addresses of the scales and the payloads of the cells of N blocks, and the slots of the blocks; [N].
-
-    Blocks are counted in int32: 2^31 of the smallest are 64 Gi elements. If FULL, the blocks are in two cells at most.
-    """
-    rows = tl.arange(0, N)
-    if FULL:
-        cell = first // blocks_per_cell
-        slots = first - cell * blocks_per_cell + rows
-        is_next = slots >= blocks_per_cell
-        cells = cell + tl.where(is_next, 1, 0)
-        slots -= tl.where(is_next, blocks_per_cell, 0)
-    else:
-        cells = (first + rows) // blocks_per_cell
-        slots = first + rows - cells * blocks_per_cell
-    starts = message + cells.to(tl.int64) * unit_bytes(cell_units)
-    return starts + unit_bytes(scales_unit), starts + unit_bytes(payload_unit), slots
-
-
-@triton.jit
 def _quantize_tiles(
     source,  # address of [remaining]
     errors,  # address of [blocks * BLOCK]
     pending,  # address of [blocks * BLOCK]
-    place,  # the last arguments of `_locate`
+    place,  # the last arguments of `locate_blocks`
     first_block,  # int32
     remaining,  # int32
     start,
@@ -106,7 +86,7 @@ def _quantize_tiles(
         index = start + first + rows[:, None] * BLOCK + elements(BLOCK, FORMAT.planes)  # [N, BLOCK]
         random = random_bits_triton(key, step, index) if STOCHASTIC else index
         scale, encoded, decoded = encode_blocks(values, counts, random, FORMAT, STOCHASTIC, FULL)
-        scales, payload, slots = _locate(first_block + first // BLOCK, N, FULL, *place)
+        scales, payload, slots = locate_blocks(first_block + first // BLOCK, N, FULL, *place)
         store_blocks(scales, payload, slots, mask, scale, encoded, FORMAT, BLOCK, FULL)
         if ERROR is not None:
             error, numbers = values - decoded, (error_key, step, index)
@@ -218,52 +198,11 @@ def _dequantize_kernel(
     place = (gathered_ptr.to(tl.int64), blocks_per_cell, cell_units, scales_unit, payload_unit)
     # A mask that depends on the table makes accesses scalar, so full aligned chunks have their own branch.
     if (remaining == CHUNK) & (target % 16 == 0) & (blocks_per_cell >= N):
-        cell = _locate(first_block, N, True, *place)
+        cell = locate_blocks(first_block, N, True, *place)
         _dequantize_chunk(target, *cell, remaining, TARGET, FORMAT, BLOCK, N, True)
     else:
-        cell = _locate(first_block, N, False, *place)
+        cell = locate_blocks(first_block, N, False, *place)
         _dequantize_chunk(target, *cell, remaining, TARGET, FORMAT, BLOCK, N, False)
-
-
-@triton.jit
-def _sum_chunk(
-    received_ptr,
-    program,  # int64
-    n_blocks,
-    blocks_per_cell,
-    chunks_per_cell,
-    rank,
-    world_size,
-    cell_units,
-    scales_unit,
-    payload_unit,
-    FORMAT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    N: tl.constexpr,
-    PEERS: tl.constexpr,
-):
-    """The sum of N blocks of this rank's cells in a piece, [N, BLOCK], in rank order: the same to the bit in every run.
-
-    Also returns the piece, the slots of the blocks in their cell, their numbers, and whether they exist.
-    """
-    # Blocks are counted in int32, as in `_locate`.
-    piece = program.to(tl.int32) // chunks_per_cell
-    slots = (program.to(tl.int32) - piece * chunks_per_cell) * N + tl.arange(0, N)
-    blocks = (piece * world_size + rank) * blocks_per_cell + slots
-    exists = (slots < blocks_per_cell) & (blocks < n_blocks)
-    received = received_ptr.to(tl.int64) + (piece * world_size).to(tl.int64) * unit_bytes(cell_units)
-    # Whole blocks are masked, never parts of them, so accesses stay wide.
-    total = tl.zeros((N, BLOCK), tl.float32)
-    peer = 0
-    while peer < world_size:
-        # Unrolled, so that the loads of all these peers are in flight at once. What is missing adds 0.
-        for i in tl.static_range(PEERS):
-            cell = received + i * unit_bytes(cell_units)
-            scales, payload = cell + unit_bytes(scales_unit), cell + unit_bytes(payload_unit)
-            total += load_blocks(scales, payload, slots, exists & (peer + i < world_size), FORMAT, BLOCK, False)
-        received += PEERS * unit_bytes(cell_units)
-        peer += PEERS
-    return total, piece, slots, blocks, exists
 
 
 @triton.jit
@@ -305,7 +244,7 @@ def _reduce_kernel(
     N: tl.constexpr = CHUNK // BLOCK
     program = tl.program_id(0).to(tl.int64)
     cells = (n_blocks, blocks_per_cell, chunks_per_cell, rank, world_size, cell_units, scales_unit, payload_unit)
-    total, piece, slots, blocks, exists = _sum_chunk(received_ptr, program, *cells, FORMAT, BLOCK, N, PEERS)
+    total, piece, slots, blocks, exists = sum_blocks(received_ptr, program, *cells, FORMAT, BLOCK, N, PEERS)
 
     # Read after the loop, which needs the registers.
     counts, segments, starts = _contents(layout_ptr, segments_ptr, blocks, exists, n_segments, BLOCK)
@@ -361,7 +300,7 @@ def _sum_kernel(
     N: tl.constexpr = CHUNK // BLOCK
     program = tl.program_id(0).to(tl.int64)
     cells = (n_blocks, blocks_per_cell, chunks_per_cell, rank, world_size, cell_units, scales_unit, payload_unit)
-    total, piece, slots, blocks, exists = _sum_chunk(received_ptr, program, *cells, FORMAT, BLOCK, N, PEERS)
+    total, piece, slots, blocks, exists = sum_blocks(received_ptr, program, *cells, FORMAT, BLOCK, N, PEERS)
     counts, _, _ = _contents(layout_ptr, segments_ptr, blocks, exists, n_segments, BLOCK)
     total = tl.where(elements(BLOCK, FORMAT.planes) < counts[:, None], total, 0.0)
     WIDTH: tl.constexpr = BLOCK // FORMAT.planes

@@ -1,4 +1,5 @@
-"""`wire_formats.encode` and `decode` in Triton, for a tile [blocks, block_size] of the blocks of one program.
+"""`wire_formats.encode` and `decode` in Triton, for a tile [blocks, block_size] of the blocks of one program, and
+loads and stores of these blocks in messages.
 
 The columns of a tile alternate between the planes of a packed format: `elements` tells which element a column holds.
 Joining planes to a tile, and splitting it into planes, then moves no data between threads. Scales are reductions along
@@ -261,6 +262,28 @@ def encode_blocks(
 
 
 @triton.jit
+def locate_blocks(
+    first, N: tl.constexpr, FULL: tl.constexpr, message, blocks_per_cell, cell_units, scales_unit, payload_unit
+):
+    """Addresses of the scales and the payloads of the cells of N blocks, and the slots of the blocks; [N].
+
+    Blocks are counted in int32: 2^31 of the smallest are 64 Gi elements. If FULL, the blocks are in two cells at most.
+    """
+    rows = tl.arange(0, N)
+    if FULL:
+        cell = first // blocks_per_cell
+        slots = first - cell * blocks_per_cell + rows
+        is_next = slots >= blocks_per_cell
+        cells = cell + tl.where(is_next, 1, 0)
+        slots -= tl.where(is_next, blocks_per_cell, 0)
+    else:
+        cells = (first + rows) // blocks_per_cell
+        slots = first + rows - cells * blocks_per_cell
+    starts = message + cells.to(tl.int64) * unit_bytes(cell_units)
+    return starts + unit_bytes(scales_unit), starts + unit_bytes(payload_unit), slots
+
+
+@triton.jit
 def _payload_ptrs(payload, slots, FORMAT: tl.constexpr, BLOCK: tl.constexpr):
     """Pointers to the payload of each block, [N, elements], from the address of the first one in its cell."""
     SIZE: tl.constexpr = BLOCK * FORMAT.bits // 8
@@ -321,6 +344,47 @@ def store_blocks(
         bits = tl.where(scale == scale, scale.to(tl.int32, bitcast=True) >> 16, 0x7FC0).to(tl.int16)
         scale_ptrs = (scales + slots.to(tl.int64) * 2).to(tl.pointer_type(tl.int16))
         tl.store(scale_ptrs, bits, mask=None if FULL else mask)
+
+
+@triton.jit
+def sum_blocks(
+    received_ptr,
+    program,  # int64
+    n_blocks,
+    blocks_per_cell,
+    chunks_per_cell,
+    rank,
+    world_size,
+    cell_units,
+    scales_unit,
+    payload_unit,
+    FORMAT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    N: tl.constexpr,
+    PEERS: tl.constexpr,
+):
+    """The sum of N blocks of this rank's cells in a piece, [N, BLOCK], in rank order: the same to the bit in every run.
+
+    Also returns the piece, the slots of the blocks in their cell, their numbers, and whether they exist.
+    """
+    # Blocks are counted in int32, as in `locate_blocks`.
+    piece = program.to(tl.int32) // chunks_per_cell
+    slots = (program.to(tl.int32) - piece * chunks_per_cell) * N + tl.arange(0, N)
+    blocks = (piece * world_size + rank) * blocks_per_cell + slots
+    exists = (slots < blocks_per_cell) & (blocks < n_blocks)
+    received = received_ptr.to(tl.int64) + (piece * world_size).to(tl.int64) * unit_bytes(cell_units)
+    # Whole blocks are masked, never parts of them, so accesses stay wide.
+    total = tl.zeros((N, BLOCK), tl.float32)
+    peer = 0
+    while peer < world_size:
+        # Unrolled, so that the loads of all these peers are in flight at once. What is missing adds 0.
+        for i in tl.static_range(PEERS):
+            cell = received + i * unit_bytes(cell_units)
+            scales, payload = cell + unit_bytes(scales_unit), cell + unit_bytes(payload_unit)
+            total += load_blocks(scales, payload, slots, exists & (peer + i < world_size), FORMAT, BLOCK, False)
+        received += PEERS * unit_bytes(cell_units)
+        peer += PEERS
+    return total, piece, slots, blocks, exists
 
 
 @triton.jit

@@ -17,6 +17,7 @@ from torch.futures import Future
 from torch.utils.hooks import RemovableHandle
 
 from gradwire.comm import GroupTransport, connections
+from gradwire.comm.transport import clear_frames
 from gradwire.hooks.telemetry import Mark
 from gradwire.kernels import is_capturing
 from gradwire.reducer import errors, torch_internals
@@ -133,6 +134,20 @@ class Backward:
     def missing(self) -> list[int]:
         """The parameters whose gradients are not ready."""
         return [index for index, is_ready in enumerate(self.ready) if not is_ready]
+
+    def take_values(self) -> list[Any]:
+        """The values of the futures that are done; None for the others and for failed ones. Drops the futures."""
+        values = []
+        while self.futures:
+            future = self.futures.pop(0)
+            try:
+                values.append(future.value() if future is not None and future.done() else None)
+            except Exception as error:
+                clear_frames(error)
+                values.append(None)
+            finally:
+                del future  # it holds the error, too
+        return values
 
     def deferrable(
         self, buckets: Sequence[Bucket], first: int, unused: Sequence[int], expected_calls: Sequence[int] | None

@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.comm import GroupTransport
-from gradwire.comm.store_collectives import MAX_SHOWN, format_differences
+from gradwire.comm.store_collectives import MAX_SHOWN, format_differences, gather_json
 from gradwire.hooks._handshake import digest
-from gradwire.hooks._recovery import gather_json
 from gradwire.hooks.hook_state import HookState
 from gradwire.kernels import as_real, is_capturing
 from gradwire.reducer import errors, torch_internals

@@ -13,11 +13,16 @@ from torch import Tensor
 
 from gradwire.comm import GroupTransport
 from gradwire.comm.connections import Connections
-from gradwire.comm.store_collectives import MAX_SHOWN, format_differences
+from gradwire.comm.store_collectives import (
+    MAX_SHOWN,
+    check_collectives,
+    format_by_rank,
+    format_differences,
+    gather_json,
+)
 from gradwire.comm.torch_internals import collective_counts
 from gradwire.hooks._handshake import digest
-from gradwire.hooks._recovery import check_collectives, format_by_rank, gather_json, share_hook_state
-from gradwire.hooks.hook_state import HookState
+from gradwire.hooks.hook_state import HookState, share_hook_state
 from gradwire.reducer.ddp_interface import DDPReducer
 from gradwire.reducer.torch_internals import assign_buckets
 

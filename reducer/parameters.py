@@ -17,7 +17,7 @@ from torch.nn.modules import module as modules
 from torch.profiler import record_function
 
 from gradwire.comm import GroupTransport
-from gradwire.hooks._parameter_names import live_wrappers
+from gradwire.hooks._bucket import live_wrappers
 from gradwire.kernels import upload
 from gradwire.reducer import errors, torch_internals
 

@@ -18,7 +18,7 @@ from torch.futures import Future
 from gradwire.comm import Transport, Workspace
 from gradwire.comm.connections import ADVICE
 from gradwire.comm.torch_internals import profiler_range, queue_callback
-from gradwire.comm.transport import clear_frames, take_values, wait_for
+from gradwire.comm.transport import clear_frames, wait_for
 from gradwire.compress import Gradients, cast_all_reduce
 from gradwire.hooks._bucket import reduce_bucket
 from gradwire.reducer import errors, torch_internals
@@ -77,9 +77,7 @@ class Reducer:
         find_unused_parameters: bool = False,
         skip_unused: bool = False,
     ) -> None:
-        self.exchange = exchange
-        self.hook = hook
-        self.options = options
+        self.exchange, self.hook, self.options = exchange, hook, options
         self.parameters = options.parameters
         self._dtypes = [parameter.dtype for parameter in self.parameters]
         self.find_unused_parameters = find_unused_parameters
@@ -107,10 +105,7 @@ class Reducer:
 
     def _set_buckets(self, assignment: Assignment) -> None:
         self.buckets = make_buckets(self.options, assignment, self._upcast_stream)
-        self._bucket_of = [0] * len(self.parameters)
-        for bucket in self.buckets:
-            for i in bucket.members:
-                self._bucket_of[i] = bucket.index()
+        self._bucket_of = {i: bucket.index() for bucket in self.buckets for i in bucket.members}
         self._begin(Phase.DONE)
 
     def _begin(self, phase: Phase) -> None:
@@ -153,12 +148,11 @@ class Reducer:
         """Leave the exchange and discard this step. Returns the error of another rank that left before this one."""
         self.error = cause
         elsewhere = self.exchange.fail(self, self.times.iterations, cause, is_of_peer)
-        take_back = self.hook.take_back
-        results = take_values(self._backward.futures) if take_back is not None else []
-        for bucket, result in zip(self.buckets, results, strict=False):  # no results between two steps
-            if result is not None and take_back is not None and isinstance(bucket, DenseBucket):
-                with suppress(Exception), torch.no_grad():  # never applied: back to the hook's error memory
-                    bucket.give_back(result if isinstance(result, Tensor) else result[0], take_back)
+        if (take_back := self.hook.take_back) is not None:
+            for bucket, result in zip(self.buckets, self._backward.take_values(), strict=False):  # none between steps
+                if result is not None and isinstance(bucket, DenseBucket):
+                    with suppress(Exception), torch.no_grad():  # never applied: back to the hook's error memory
+                        bucket.give_back(result if isinstance(result, Tensor) else result[0], take_back)
         self._backward.futures.clear()  # a frame of the error's traceback may hold them, and a future holds its error
         self._forget_forward()
         self.forward_is_running = False
@@ -242,7 +236,7 @@ class Reducer:
         if self.skip_unused:
             launched = [bucket for bucket in self.buckets if not self._is_skipped(bucket)]
             for bucket in self.buckets:
-                bucket.is_last_launched = bucket is launched[-1] if launched else False
+                bucket.is_last_launched = bucket in launched[-1:]
 
     def _is_skipped(self, bucket: Bucket) -> bool:
         return set(bucket.members) <= set(self._unused)

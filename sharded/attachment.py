@@ -13,10 +13,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from gradwire.compress._validation import check_elements, check_entries, check_tensor
-from gradwire.hooks._bucket import CommHook
+from gradwire.hooks._bucket import CommHook, plain_name
 from gradwire.hooks._checkpoint import option_values
 from gradwire.hooks._handshake import HookSettings, check_pairing, in_group
-from gradwire.hooks._parameter_names import plain_name
 from gradwire.hooks.hook_state import HookState
 from gradwire.kernels import WIRE_FORMATS
 from gradwire.sharded.exchange import ShardedExchange, name_of

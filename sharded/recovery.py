@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import nn
 
 from gradwire.comm import connections_of
+from gradwire.comm.store_collectives import check_collectives, gather_json
 from gradwire.comm.torch_internals import collective_counts
 from gradwire.hooks._handshake import digest
-from gradwire.hooks._recovery import check_collectives, gather_json, share_hook_state
-from gradwire.hooks.hook_state import HookState
+from gradwire.hooks.hook_state import HookState, share_hook_state
 from gradwire.sharded.exchange import ShardedExchange
 from gradwire.sharded.shards import QuantizedReduceScatter
 from gradwire.sharded.torch_internals import discard_step, is_in_backward, runs_optimizers

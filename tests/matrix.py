@@ -32,6 +32,7 @@ CPU_TESTS = (
     "tests/distributed/test_executor.py",
     "tests/distributed/test_sharded.py",
     "tests/distributed/test_sharded_recovery.py",
+    "tests/distributed/test_sharded_reduce_scatter.py",
     "tests/kernels/test_dispatch.py",
 )
 KERNEL_TESTS = ("tests/kernels/test_flatten.py", "tests/kernels/test_lowrank.py", "tests/kernels/test_quantization.py")

@@ -90,15 +90,8 @@ def both_shots(
         received = torch.stack([message[:, RANK] for message in messages], 1).contiguous()
         result = torch.zeros(layout.result_shape, dtype=torch.uint8, device=device)
         errors, pending = errors_of(shard_values, 9)
-        reducer(
-            received,
-            section,
-            result,
-            rank=RANK,
-            errors=errors,
-            pending=pending,
-            rounding=kernels.Rounding(step, -1, stochastic),
-        )
+        rounding = kernels.Rounding(step, -1, stochastic)
+        reducer(received, section, result, rank=RANK, errors=errors, pending=pending, rounding=rounding)
         total = torch.full_like(shard_values, torch.nan)
         adder(received, section, total, rank=RANK)
         gathered = result.unsqueeze(1).repeat(1, WORLD_SIZE, 1)  # as if all shards were this one

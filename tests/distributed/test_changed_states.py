@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradwire.hooks._checkpoint import MAX_COUNT
+from gradwire.compress._validation import MAX_COUNT
 from gradwire.hooks.auto_hook import AutoState, auto_hook
 from gradwire.hooks.default_hooks import CastState, bf16_compress_hook
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook

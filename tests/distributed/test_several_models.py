@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_p
 
 import gradwire
 from gradwire.comm import connections
-from gradwire.hooks import _parameter_names, default_hooks, powerSGD_hook, quantization_hooks
+from gradwire.hooks import _bucket, default_hooks, powerSGD_hook, quantization_hooks
 from gradwire.hooks._bucket import zero_copy
 from gradwire.hooks.auto_hook import AutoState, auto_hook
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
@@ -124,7 +124,7 @@ def test_wrappers_that_share_a_layer_find_each_other_in_a_frozen_heap():
     gc.collect()
     theirs = train_with_shared_layer("pytorch", "pytorch", "fp16")
     with (
-        mock.patch.object(_parameter_names, "live_wrappers", lambda: []),
+        mock.patch.object(_bucket, "live_wrappers", lambda: []),
         mock.patch.object(parameters, "live_wrappers", list),
     ):
         assert_same_bits(train_with_shared_layer("gradwire", "gradwire", "fp16"), theirs)

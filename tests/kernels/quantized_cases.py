@@ -129,18 +129,13 @@ def exchange(case, functions, device, *, gradients=None, errors=None):
     generator = torch.Generator().manual_seed(case.seed)
     error_scale = 1e-38 if case.kind == "tiny" else 0.1
     for rank in range(case.world_size):
+        values = own_gradients(case, generator) if gradients is None else gradients[rank]
         guarded = [
-            Guarded(
-                gradient(item.numel * (2 if case.dtype.is_complex else 1), case.dtype.to_real(), case.kind, generator)
-                if gradients is None
-                else gradients[rank][i],
-                offset=item.offset,
-                device=device,
-            )
-            for i, item in enumerate(case.layouts)
+            Guarded(each, offset=item.offset, device=device) for each, item in zip(values, case.layouts, strict=True)
         ]
         tensors = [g.view(item.shape, item.strides) for g, item in zip(guarded, case.layouts, strict=True)]
         message = poisoned(layout.message_shape, device)
+        view = message.window.view(torch.uint8).view(layout.message_shape)
         old = pending = None
         if case.errors is not None:
             old = memory(table.numel, case.errors, device, generator, error_scale) if errors is None else errors[rank]
@@ -149,7 +144,7 @@ def exchange(case, functions, device, *, gradients=None, errors=None):
         quantizer(
             tensors,
             section,
-            message.window.view(torch.uint8).view(layout.message_shape),
+            view,
             scale=1 / case.world_size,
             errors=old,
             pending=None if pending is None else pending.window,
@@ -158,8 +153,8 @@ def exchange(case, functions, device, *, gradients=None, errors=None):
         for i, g in enumerate(guarded):
             g.assert_untouched(f"gradient {i}")
         message.assert_guards_untouched("the message")
-        check_only_section_written(message.window.view(torch.uint8).view(layout.message_shape), section, 255)
-        outcome.messages.append(message.window.view(torch.uint8).view(layout.message_shape))
+        check_only_section_written(view, section, 255)
+        outcome.messages.append(view)
         if pending is not None:
             pending.assert_guards_untouched("pending")
             outcome.pending.append(pending.window)
@@ -193,6 +188,18 @@ def exchange(case, functions, device, *, gradients=None, errors=None):
         assert torch.equal(received, before)
         total.assert_guards_untouched("the sum")
         outcome.sums.append(total.window)
+    receive(case, section, dequantizer, committer, device, outcome)
+    return outcome
+
+
+def own_gradients(case, generator):
+    """The values of one rank's gradients."""
+    parts = 2 if case.dtype.is_complex else 1
+    return [gradient(item.numel * parts, case.dtype.to_real(), case.kind, generator) for item in case.layouts]
+
+
+def receive(case, section, dequantizer, committer, device, outcome):
+    """The end of an exchange on one rank: decode the results of all, and commit the errors."""
     gathered = torch.stack([torch.stack([r[p] for r in outcome.results]) for p in range(case.pieces)])
     check_only_section_written(gathered, section, 255)
     targets = [Guarded.poisoned(item.numel, case.dtype, offset=item.offset, device=device) for item in case.layouts]
@@ -205,7 +212,6 @@ def exchange(case, functions, device, *, gradients=None, errors=None):
     committed = torch.zeros(4099, device=device)
     committer(gathered, torch.ones(4099, device=device), committed)
     outcome.errors.append(committed)
-    return outcome
 
 
 def check_only_section_written(message, section, poison):

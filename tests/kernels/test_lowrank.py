@@ -15,8 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire.kernels import (
-    Matrix,
-    MatrixTable,
     Renewal,
     SegmentTable,
     Uncompressed,
@@ -484,16 +482,6 @@ def test_low_rank_gradient_is_reproduced_without_error(dtype, device):
     reconstruct(filled.operands, p, found_q, filled.flags().window)
     assert torch.equal(filled.operands.target[0], matrix.to(dtype))
     assert not filled.operands.error[0].any()
-
-
-def test_rows_beyond_32_bit_offsets_are_left_to_pytorch(monkeypatch):
-    monkeypatch.setattr(matrix_table, "use_triton", lambda device: True)
-    longest = matrix_table.MAX_COLUMNS
-    rows = max(matrix_table.ELEMENTWISE.rows, matrix_table.DOT.rows)
-    assert rows * longest <= 2**31
-    for columns in (longest, longest + 1):
-        table = MatrixTable([Matrix(2, columns, 1)], torch.float32, torch.device("cpu"))
-        assert table.can_use_triton() == (columns == longest)
 
 
 def test_lowrank_bytes_matches_docstring():

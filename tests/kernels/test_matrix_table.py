@@ -11,6 +11,7 @@ from gradwire.kernels import (
     MatrixTable,
     Operands,
     backproject,
+    matrix_table,
     orthogonalize,
     project,
     reconstruct,
@@ -217,3 +218,13 @@ def test_misfitting_matrix_raises_before_anything_is_written(function):
     with pytest.raises(ValueError, match=r"expected a contiguous torch\.float32 \(5, 5\)"):
         call(function, operands(table((5, 5, 2)), target=[torch.empty(5, 4)]), factors)
     assert all((factor == 3).all() for factor in factors)
+
+
+def test_rows_beyond_32_bit_offsets_are_left_to_pytorch(monkeypatch):
+    monkeypatch.setattr(matrix_table, "use_triton", lambda device: True)
+    longest = matrix_table.MAX_COLUMNS
+    rows = max(matrix_table.ELEMENTWISE.rows, matrix_table.DOT.rows)
+    assert rows * longest <= 2**31
+    for columns in (longest, longest + 1):
+        table = MatrixTable([Matrix(2, columns, 1)], torch.float32, torch.device("cpu"))
+        assert table.can_use_triton() == (columns == longest)

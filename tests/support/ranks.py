@@ -45,3 +45,8 @@ def from_all_ranks(value):
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def signals(name):
+    """A store of one test's own, whose keys ranks set and wait for."""
+    return dist.PrefixStore(f"signals/{name}", dist.distributed_c10d._get_default_store())

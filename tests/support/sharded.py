@@ -1,6 +1,7 @@
 """A model sharded by FSDP2 in several ways, and its gradients."""
 
 import functools
+import tempfile
 
 import torch
 import torch.distributed as dist
@@ -136,3 +137,9 @@ def missing_over(steps, native, ours):
         for name, gradient in gradients(ours).items():
             total[name] = total.get(name, 0) + (gradients(native)[name] - gradient)
     return total
+
+
+def shared_folder():
+    """A new temporary folder, the same on all ranks."""
+    (path,) = {each for each in from_all_ranks(tempfile.mkdtemp() if dist.get_rank() == 0 else None) if each}
+    return path

@@ -1,0 +1,67 @@
+"""Memory that compression keeps for each parameter from step to step: its declaration, and that of a bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradwire.compress._validation import check_memory_shape
+from gradwire.kernels import SegmentTable, compute_dtype
+
+Merge = Literal["sum", "mean", "same"]
+MemoryByName = Mapping[str, Mapping[str, Tensor]]  # by entry and parameter name
+
+
+class Memory(NamedTuple):
+    """The declaration of a tensor that a state keeps for each parameter.
+
+    Attributes:
+        merge: how the tensors of all ranks become one in a checkpoint. "sum": a resumed rank gets its share, the sum
+            divided by the world size. "mean": each rank gets the mean. "same": all ranks have equal tensors.
+        dtype: dtype of the tensor; None: fp32, or fp64 for fp64 gradients.
+        shape: shape of the tensor, from the gradient as a real tensor; by default the gradient's own shape. None: the
+            state validates shapes itself.
+    """
+
+    merge: Merge = "sum"
+    dtype: torch.dtype | None = None
+    shape: Callable[[Tensor], Sequence[int]] | None = lambda gradient: gradient.shape
+
+    def zeros(self, layout: Tensor, device: torch.device) -> Tensor:
+        """The tensor of a parameter whose real gradient is like ``layout``, before its first step."""
+        assert self.shape is not None
+        return torch.zeros(tuple(self.shape(layout)), dtype=self.dtype or compute_dtype(layout.dtype), device=device)
+
+
+class BucketMemory:
+    """The declared memory of a bucket's parameters: ``bucket["errors"]`` is a list of tensors, one per parameter.
+
+    Attributes:
+        layout: layout of the gradients in a flat buffer.
+        memory: the same tensors, by entry and parameter name.
+    """
+
+    def __init__(self, layout: SegmentTable, memory: MemoryByName) -> None:
+        self.layout = layout
+        self.memory = memory
+        self._lists = {entry: list(tensors.values()) for entry, tensors in memory.items()}
+
+    def __getitem__(self, entry: str) -> list[Tensor]:
+        return self._lists[entry]
+
+
+def error_like(error: Tensor | None, layout: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    """The error memory of a parameter, as a copy if it has another layout or dtype; zeros if there is none yet.
+
+    Raises:
+        ValueError: the error has another shape than ``layout``, a real tensor like the gradient.
+    """
+    if error is not None:
+        check_memory_shape("errors", name, error, layout.shape)
+        if (error.dtype, error.device, error.stride()) == (dtype, layout.device, layout.stride()):
+            return error
+    like = torch.empty_strided(layout.shape, layout.stride(), dtype=dtype, device=layout.device)
+    return like.zero_() if error is None else like.copy_(error)

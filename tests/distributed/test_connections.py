@@ -1,0 +1,230 @@
+"""Connections of a process group after an error: executors, new groups, notices, and meetings in the store."""
+
+import threading
+from contextlib import ExitStack, suppress
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gradwire.comm import connections_of, executor, groups, store_collectives, transport
+from gradwire.comm.connections import Connections
+from gradwire.comm.store_collectives import POLL_SECONDS, Notices, RanksMissing, gradwire_store, store_all_gather
+from gradwire.hooks._bucket import reduce_bucket
+from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
+from tests.support.ranks import from_all_ranks, on_ranks, signals
+from tests.support.training import (
+    SMALL,
+    WRAPPERS,
+    Fault,
+    build,
+    error_of,
+    message_of,
+    own_batches,
+    train_steps,
+    wrapped,
+)
+
+LIMIT = timedelta(minutes=1)
+CPU = torch.device("cpu")
+
+
+@on_ranks(1)
+def test_abandoned_executor_touches_no_gradient_later():
+    executor = connections_of(dist.new_group()).executor(CPU)
+    is_running, may_end, has_returned = threading.Event(), threading.Event(), threading.Event()
+    gradient = torch.zeros(3)
+
+    async def task(_):
+        is_running.set()
+        may_end.wait()
+        gradient.fill_(1)
+
+    future = executor.submit(task)
+    is_running.wait()
+
+    def abandon():
+        executor.abandon()
+        seen.append(gradient.clone())
+        has_returned.set()
+
+    seen = []
+    thread = threading.Thread(target=abandon)
+    thread.start()
+    returned_early = has_returned.wait(POLL_SECONDS)
+    may_end.set()
+    thread.join()
+    error_of(future.wait)
+    assert not returned_early
+    assert_same_bits(seen, [torch.ones(3)])
+
+
+@on_ranks(2, 3, limit=60)
+def test_connections_over_a_used_store_get_a_new_generation():
+    group = dist.new_group()
+    first = Connections(group)
+    for generation in (2, 3):
+        first.transport("backward", CPU)
+        dist.barrier()  # a rank that is still connecting would fail
+        first.fail("expected")
+        first.renew(generation)
+    first.end()
+    second = Connections(group)
+    notice, value = second.failure_elsewhere(), torch.ones(3)
+    transport = second.transport("backward", CPU)
+    transport.wait(transport.start(transport.all_reduce(value))[0])
+    second.end()
+    generation = second.generation
+    assert generation == 4
+    assert notice is None
+    assert_same_bits(value, torch.full((3,), float(dist.get_world_size())))
+
+
+@on_ranks(2, limit=90)
+def test_new_wrapper_on_the_group_of_a_failed_task_trains():
+    group = dist.new_group(timeout=timedelta(seconds=30))
+    old = WRAPPERS["pytorch"](build("mlp"), process_group=group, bucket_cap_mb=SMALL)
+
+    async def fail_on_rank_0(source, target, transport, workspace):
+        if dist.get_rank() == 0:
+            raise Fault
+        await transport.all_reduce(torch.ones(3))
+
+    old.register_comm_hook(None, lambda _, bucket: reduce_bucket(group, bucket, fail_on_rank_0, "failing"))
+    batch = old.module.batch(own_batches())
+    error = error_of(lambda: old(*batch).backward())
+    assert error[0] == "RuntimeError"
+    seen = train_steps(wrapped(group=group, hook="fp16"), 2)
+    assert_same_on_all_ranks(from_all_ranks(seen))
+    assert all(gradient.isfinite().all() for gradient in seen[1].values())
+
+
+@on_ranks(2)
+def test_rank_uses_a_new_group_only_after_all_ranks_have_connected():
+    store, make = signals("connected"), groups.OwnGroup
+    returned = []
+
+    def slow_group(*arguments):
+        """Rank 1 begins to use the group a moment after rank 0 has connected."""
+        made = make(*arguments)
+        with suppress(RuntimeError):
+            store.wait(["rank 0 uses it"], timedelta(seconds=1))
+            returned.append("too early")
+        return made
+
+    found = Connections(dist.new_group())
+    with ExitStack() as stack:
+        if dist.get_rank() == 1:
+            stack.enter_context(mock.patch.object(groups, "OwnGroup", slow_group))
+        found.transport("backward", CPU)
+        store.set(f"rank {dist.get_rank()} uses it", "")
+    dist.barrier()
+    found.end()
+    assert returned == []
+
+
+@on_ranks(2, limit=90)
+def test_failed_task_of_pytorchs_ddp_raises_on_connected_peer():
+    group = dist.new_group(timeout=timedelta(seconds=60))
+    ddp = WRAPPERS["pytorch"](build("mlp"), process_group=group, bucket_cap_mb=SMALL)
+
+    async def fail_on_rank_0(source, target, transport, workspace):
+        await transport.all_reduce(torch.ones(3))
+        if dist.get_rank() == 0:
+            raise Fault("from the algorithm")
+        await transport.all_reduce(torch.ones(3))
+
+    ddp.register_comm_hook(None, lambda _, bucket: reduce_bucket(group, bucket, fail_on_rank_0, "failing"))
+    batch, open_groups = ddp.module.batch(own_batches()), []
+
+    def keep_open(last):
+        open_groups.extend(last)
+        last.clear()
+
+    with ExitStack() as stack:
+        for module in (executor, transport):
+            stack.enter_context(mock.patch.object(module, "destroy", keep_open))
+        message = message_of(lambda: ddp(*batch).backward())
+        dist.barrier()
+    assert "from the algorithm" in message
+    if dist.get_rank() == 1:
+        assert "A gradient exchange failed on rank 0" in message
+
+
+@on_ranks(3)
+def test_notices_have_ranks_of_the_default_group():
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 2:
+        connections_of(group)._post_failure_of_task(Fault("planted"))
+    if dist.get_rank() > 0:
+        dist.barrier(group)
+        assert connections_of(group).failure_elsewhere() == "A gradient exchange failed on rank 2: planted"
+
+
+# --- requests and meetings in the store
+
+
+def test_request_without_an_answer_blocks_neither_itself_nor_later_ones():
+    is_back, made = threading.Event(), []
+    notices = Notices(None)
+
+    def request(store, number):
+        made.append(number)
+        if number == 1:
+            is_back.wait()
+        return number
+
+    assert notices.ask(lambda store: request(store, 0)) == 0
+    assert notices.ask(lambda store: request(store, 1), seconds=0.01) is None
+    assert notices.ask(lambda store: request(store, 2)) is None
+    notices.tell(lambda store: request(store, 3))
+    assert made == [0, 1]
+    is_back.set()
+    while 3 not in made or notices.is_stuck:
+        pass
+    assert notices.ask(lambda store: request(store, 4)) == 4
+    assert made == [0, 1, 3, 4]
+
+
+def test_request_that_the_store_refuses_has_no_answer():
+    def refuse(store):
+        raise RuntimeError
+
+    assert Notices(None).ask(refuse) is None
+    notices = Notices(dist.HashStore())
+    notices.tell(lambda store: store.set("key", "text"))
+    assert notices.ask(lambda store: store.get("key")) == b"text"
+
+
+@pytest.mark.parametrize("outcome", ["met", "failed"])
+@on_ranks(2)
+def test_store_gather_has_the_outcome_of_the_first_rank_on_all_ranks(outcome):
+    expected = ["of rank 0", "of rank 1"] if outcome == "met" else "RanksMissing"
+    store, group, rank = signals(outcome), dist.new_group(), dist.get_rank()
+    decided = [f"meet/{outcome}/1/outcome"]
+
+    def see_nobody(*_):
+        """Give up; where the ranks meet, only once the other has seen all."""
+        if outcome == "met":
+            gradwire_store(group).wait(decided, LIMIT)
+        else:
+            store.wait(["other is here"], LIMIT)
+        return [1 - rank]
+
+    def see_all(*_):
+        if outcome == "failed":
+            store.set("other is here", "")
+            gradwire_store(group).wait(decided, LIMIT)
+        return []
+
+    with ExitStack() as stack:
+        if outcome == "failed" or rank == 0:
+            wait = see_nobody if rank == 0 else see_all
+            stack.enter_context(mock.patch.object(store_collectives, "wait_for_ranks", wait))
+        try:
+            first = store_all_gather(group, outcome, f"of rank {rank}", timeout=timedelta(seconds=10))
+        except RanksMissing:
+            first = "RanksMissing"
+    assert (first, store_all_gather(group, outcome, f"again {rank}")) == (expected, ["again 0", "again 1"])

@@ -1,0 +1,250 @@
+"""The quantized reduce-scatter of FSDP2 and HSDP: `gradwire.attach(model, within=...)`."""
+
+import copy
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import checkpoint
+from torch.distributed.fsdp import FSDPModule
+
+import gradwire
+from gradwire.hooks.default_hooks import bf16_compress_hook
+from gradwire.hooks.quantization_hooks import QuantizationState
+from gradwire.sharded import ReduceScatterOptions, torch_internals
+from tests.support.bits import assert_same_bits
+from tests.support.ranks import on_ranks
+from tests.support.sharded import (
+    FEATURES,
+    SHARDED,
+    backward,
+    contributions,
+    gradients,
+    missing_over,
+    norm,
+    sharded,
+    shared_folder,
+    train,
+)
+from tests.support.training import Fault, message_of
+
+DIVISION = {  # FSDP2 then reduces with AVG, SUM, and, dividing before and after, SUM of fp16
+    "average": ({}, None),
+    "sum": ({}, lambda module: module.set_force_sum_reduction_for_comms(True)),
+    "fp16": (FEATURES["fp16"], None),
+    "fp16, divided by 6": (FEATURES["fp16"], lambda module: module.set_gradient_divide_factor(6.0)),
+    "columns": (FEATURES["columns"], None),
+}
+
+
+def divided(place, division):
+    """A sharded model that divides its gradients like this."""
+    options, setting = DIVISION[division]
+    model = sharded(place, **options)
+    for module in model.modules():
+        if setting is not None and isinstance(module, FSDPModule):
+            setting(module)
+    return model
+
+
+@pytest.mark.parametrize(("wire", "bound"), [("int8", 2e-2), ("int4", 0.3)])
+@pytest.mark.parametrize("place", SHARDED)
+@on_ranks(4)
+def test_quantized_reduce_scatter_is_near_the_exact_sum(place, wire, bound):
+    native, ours = sharded(place), sharded(place)
+    gradwire.attach(ours, within=wire)
+    for model in (native, ours):
+        backward(model, 0)
+    missing = {name: gradients(ours)[name] - gradient for name, gradient in gradients(native).items()}
+    assert 0 < norm(missing.values()) <= bound * norm(gradients(native).values())
+    bias = missing["between.bias"]  # in 16 bits
+    assert norm([bias]) <= 2**-8 * norm([gradients(native)["between.bias"]]) + 1e-8
+
+
+@pytest.mark.parametrize("error_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("division", DIVISION)
+@pytest.mark.parametrize("place", SHARDED)
+@on_ranks(4)
+def test_law1_of_the_reduce_scatter_over_steps(place, division, error_dtype):
+    native, ours = divided(place, division), divided(place, division)
+    options = ReduceScatterOptions(wire="int4", error_dtype=error_dtype, wires={"*.bias": "int4"})
+    attachment = gradwire.attach(ours, within=options)
+    total = missing_over(4, native, ours)
+    saved = attachment.state_dict()["within"]
+    missing = torch.cat([total[name].float().flatten() for name in saved])
+    errors = torch.cat([each.to_local().flatten() for each in saved.values()])
+    exact = norm([gradient.float() for gradient in gradients(native).values()])
+    assert norm([missing]) > 1e-2 * exact
+    # The rest is rounding: of fp32 sums, of errors to bf16 in 8 bits, and of fp16 gradients in 11 bits.
+    rounding = 1e-5 if error_dtype == torch.float32 and not division.startswith("fp16") else 0.1
+    assert norm([errors - missing]) <= rounding * norm([missing])
+    bytes_of = sum(each.numel() for each in ours.parameters()) * error_dtype.itemsize
+    assert attachment.within_error_bytes >= bytes_of  # padding included
+
+
+# FSDP2 then reduces with AVG, SUM, or, with factors other than the number of shards, PREMUL_SUM, which gloo lacks.
+@pytest.mark.parametrize("factor", [None, 1.0, 3.0, 4.0])
+@pytest.mark.parametrize("feature", ["plain", "sum", "fp16"])
+@pytest.mark.parametrize(("place", "wire"), [("fsdp", "bf16"), ("hsdp", "fp16"), ("replicate", None)])
+@on_ranks(4)
+def test_divided_gradients_are_those_of_models_that_are_not_sharded(place, wire, feature, factor):
+    model = sharded(place, **FEATURES.get(feature, {}))
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(factor)
+            module.set_force_sum_reduction_for_comms(feature == "sum")
+    hook = None if place == "fsdp" else bf16_compress_hook
+    gradwire.attach(model, None, hook, within=wire)
+    exact = {name: each.sum(0) * 4 / (factor or 4) for name, each in contributions(model, 0).items()}
+    if place == "replicate" and feature != "plain" and factor is not None:
+        exact = {name: each / factor for name, each in exact.items()}  # PyTorch divides twice
+    backward(model, 0)
+    missing = [each.grad.full_tensor().double() - exact[name] for name, each in model.named_parameters()]
+    # Each wire rounds every rank's gradient by half a unit in the last place, fp16 training some more.
+    bound = (2**-8 if hook else 0) + {"bf16": 2**-8, "fp16": 2**-11, None: 0}[wire] + 2**-8 * (feature == "fp16")
+    assert norm(missing) <= 2 * bound * norm(exact.values())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@on_ranks(4)
+def test_nonfinite_gradient_of_one_rank_reaches_its_shard_and_no_rank_changes_its_errors(value):
+    model = sharded("fsdp")
+    attachment = gradwire.attach(model, within=ReduceScatterOptions(wire="int4"))
+    backward(model, 0)
+    before = copy.deepcopy(attachment.state_dict()["within"])
+    model.zero_grad()
+    if dist.get_rank() == 1:
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(5, 9, generator=generator)
+        x[0, 0] = value
+        model(x).square().mean().backward()
+    else:
+        backward(model, 1)
+    assert not gradients(model)["first.weight"].isfinite().all()
+    after = attachment.state_dict()["within"]
+    assert_same_bits([each.to_local() for each in after.values()], [each.to_local() for each in before.values()])
+
+
+@on_ranks(4)
+def test_nonfinite_gradient_in_one_wire_format_changes_no_errors_of_the_others():
+    model = sharded("fsdp")
+    attachment = gradwire.attach(model, within=ReduceScatterOptions(wire="int4"))  # vectors are sent in 16 bits
+    backward(model, 0)
+    before = copy.deepcopy(attachment.state_dict()["within"])
+    model.zero_grad()
+
+    def spoil(module, _):
+        module.bias.register_hook(lambda gradient: gradient * torch.nan if dist.get_rank() == 1 else gradient)
+
+    model.first.register_forward_pre_hook(spoil)
+    backward(model, 1)
+    found = gradients(model)
+    assert not found["first.bias"].isfinite().any() and found["first.weight"].isfinite().all()
+    after = attachment.state_dict()["within"]
+    for name in ("first.weight", "first.bias"):  # of the same parameter group
+        assert_same_bits(after[name].to_local(), before[name].to_local())
+
+
+@on_ranks(4)
+def test_reduce_scatter_with_a_missing_gradient_is_in_16_bits_and_keeps_its_errors():
+    native, ours = sharded("fsdp"), sharded("fsdp")
+    attachment = gradwire.attach(ours, within=ReduceScatterOptions(wire="int4"))
+    backward(ours, 0)
+    before = copy.deepcopy(attachment.state_dict()["within"])
+    for model in (native, ours):
+        model.zero_grad()
+        model.second.register_forward_hook(lambda module, inputs, output: output.detach())
+        backward(model, 1)
+    got, exact = gradients(ours), gradients(native)
+    assert got["between.weight"] is None
+    for name in ("second.weight", "last.weight"):  # of the same parameter group
+        assert norm([got[name] - exact[name]]) <= 2**-7 * norm([exact[name]])
+    after = attachment.state_dict()["within"]
+    for name in ("between.weight", "second.weight", "last.weight"):
+        assert_same_bits(after[name].to_local(), before[name].to_local())
+    assert not torch.equal(after["spare.weight"].to_local(), before["spare.weight"].to_local())
+
+
+@on_ranks(4)
+def test_gradients_of_several_dtypes_in_a_parameter_group_are_sent_in_16_bits():
+    native, ours = sharded("fsdp"), sharded("fsdp")
+    attachment = gradwire.attach(ours, within=ReduceScatterOptions(wire="int4"))
+
+    def gradient_dtype(parameter):  # a stand-in for PyTorch 2.15, which then orders the flat tensor by dtype
+        return torch.bfloat16 if parameter.sharded_param.dim() == 1 else torch.float32
+
+    with mock.patch.object(torch_internals, "gradient_dtype", gradient_dtype):
+        for model in (native, ours):
+            backward(model, 0)
+        missing = [gradients(ours)[name] - gradient for name, gradient in gradients(native).items()]
+        assert norm(missing) <= 2**-7 * norm(gradients(native).values())
+        saved = attachment.state_dict()
+        assert not any(each.to_local().any() for each in saved["within"].values())
+        attachment.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("feature", ["plain", "fp16"])
+@pytest.mark.parametrize(("saved_in", "loaded_in"), [("hsdp", "fsdp"), ("fsdp", "hsdp"), ("hsdp", "hsdp")])
+@on_ranks(4)
+def test_checkpoint_of_reduce_scatter_errors_loads_with_other_numbers_of_shards(saved_in, loaded_in, feature):
+    options = ReduceScatterOptions(wire="int4", error_dtype=torch.float32)
+    first = sharded(saved_in, **FEATURES[feature])
+    attachment = gradwire.attach(first, within=options)
+    train(first, 3)
+    saved = attachment.state_dict()
+    path = shared_folder()
+    checkpoint.save({"hook": saved}, checkpoint_id=path)
+    native, second = (sharded(loaded_in, **FEATURES[feature]) for _ in range(2))
+    again = gradwire.attach(second, within=options)
+    loaded = {"hook": again.state_dict()}
+    checkpoint.load(loaded, checkpoint_id=path)
+    again.load_state_dict(loaded["hook"])
+    exact = {name: error.full_tensor() for name, error in saved["within"].items()}
+    for name, error in again.state_dict()["within"].items():  # before a step
+        torch.testing.assert_close(error.full_tensor(), exact[name], atol=1e-9, rtol=1e-6)
+    for model in (native, second):
+        backward(model, 9)
+    total, rest = {}, again.state_dict()["within"]
+    for name, each in second.named_parameters():
+        applied = each.grad.full_tensor() - dict(native.named_parameters())[name].grad.full_tensor()
+        total[name] = applied + rest[name].full_tensor() - exact[name]  # zero, if nothing is lost
+    # fp16 gradients of both models are rounded after each of three operations, to 11 bits.
+    bound = 6 * 2**-12 * norm([each.grad.full_tensor() for each in native.parameters()]) if feature == "fp16" else 0
+    assert norm(exact.values()) > 2 * bound
+    assert norm(total.values()) <= bound + 1e-5 * norm(exact.values())
+
+
+@on_ranks(4)
+def test_damaged_checkpoint_of_reduce_scatter_errors_raises_and_changes_nothing():
+    model = sharded("hsdp")
+    state = QuantizationState(wire="int4", start_iter=0)
+    attachment = gradwire.attach(model, state, within=ReduceScatterOptions(wire="int4"))
+    train(model, 2)
+    saved = attachment.state_dict()
+    assert set(saved) == {"iter", "errors", "within"}
+    assert "no entry 'within'" in message_of(attachment.load_state_dict, {"iter": 2, "errors": saved["errors"]})
+    name = "second.weight"
+    for damaged in (torch.full_like(saved["within"][name].to_local(), torch.nan), torch.zeros(3)):
+        within = {**saved["within"], name: damaged}
+        assert "within['second.weight']" in message_of(attachment.load_state_dict, {**saved, "within": within})
+    again = attachment.state_dict()
+    for entry in ("errors", "within"):
+        assert_same_bits(
+            [each.to_local() for each in again[entry].values()], [each.to_local() for each in saved[entry].values()]
+        )
+
+
+@on_ranks(4)
+def test_failure_of_a_reduce_scatter_raises_the_reason_on_all_ranks():
+    model = sharded("fsdp")
+    gradwire.attach(model, within="int4")
+    backward(model, 0)
+    fails = mock.patch.object(gradwire.sharded.shards, "quantized_reduce_scatter", side_effect=Fault("on one rank"))
+    if dist.get_rank() == 1:
+        with fails:
+            message = message_of(backward, model, 1)
+    else:
+        message = message_of(backward, model, 1)
+    assert "on one rank" in message
+    assert "on one rank" in message_of(backward, model, 2)
