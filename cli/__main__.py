@@ -8,26 +8,47 @@ import sys
 
 from gradwire.cli import missing_packages
 
+COMMANDS = {
+    "run": "train with an unchanged script, and compress its gradients",
+    "doctor": "check the installation",
+    "advise": "predict the step time with every hook",
+    "demo": "train a small network with each hook",
+    "bench": "run benchmarks",
+}
+
 
 def main() -> None:
     """Run the command line, or exit with the command that installs the missing packages."""
-    command = sys.argv[1:2]
-    if command == ["doctor"] and missing_packages("cli"):
+    command = next(iter(sys.argv[1:]), "--help")
+    if command == "doctor" and missing_packages("cli"):
         from gradwire.cli import doctor
 
         sys.exit(doctor.main(sys.argv[2:]))
-    if command == ["run"]:
+    if command == "run":
         from gradwire.cli import run
 
         run.launch(sys.argv[2:])
         return
-    extra = "bench" if command in (["demo"], ["bench"]) else "cli"
-    missing = missing_packages(extra)
-    if missing:
-        sys.exit(f'gradwire: missing {", ".join(missing)}. In a checkout of gradwire, run: pip install ".[{extra}]"')
+    extra = "bench" if command in ("demo", "bench") else "cli"
+    if missing := missing_packages(extra):
+        remedy = f'missing {", ".join(missing)}. In a checkout of gradwire, run: pip install ".[{extra}]"'
+        if command in COMMANDS:
+            sys.exit(f"gradwire {command}: {remedy}")
+        if command not in ("--help", "--version"):
+            sys.exit(f"gradwire: there is no command {command!r}; expected one of {', '.join(COMMANDS)}")
+        print(overview(), f"All but run and doctor need extras: {remedy}", sep="\n\n")
+        return
     from gradwire.cli.app import app
 
     app(prog_name="gradwire")
+
+
+def overview() -> str:
+    """The version and the commands."""
+    from gradwire._version import __version__
+
+    commands = "\n".join(f"  gradwire {name:8} {what}" for name, what in COMMANDS.items())
+    return f"gradwire {__version__}: gradient compression for PyTorch data-parallel training\n\n{commands}"
 
 
 if __name__ == "__main__":

@@ -155,6 +155,24 @@ def test_missing_extras_are_named_in_one_line(monkeypatch, command, names, extra
     assert "\n" not in message
 
 
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["--version"]])
+def test_plain_install_lists_the_commands(monkeypatch, capsys, arguments):
+    monkeypatch.setitem(sys.modules, "typer", None)
+    monkeypatch.setattr(sys, "argv", ["gradwire", *arguments])
+    __main__.main()
+    printed = capsys.readouterr().out
+    assert gradwire.__version__ in printed
+    assert all(f"gradwire {command} " in printed for command in ("run", "doctor", "advise", "demo", "bench"))
+    assert 'run and doctor need extras: missing typer. In a checkout of gradwire, run: pip install ".[cli]"' in printed
+
+
+def test_unknown_command_is_no_missing_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "typer", None)
+    monkeypatch.setattr(sys, "argv", ["gradwire", "advice"])
+    with pytest.raises(SystemExit, match="there is no command 'advice'; expected one of run, doctor, advise"):
+        __main__.main()
+
+
 WITH_THE_EXTRA_CLI_ALONE = """
 import sys
 from gradwire.cli import EXTRAS

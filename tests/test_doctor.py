@@ -152,8 +152,8 @@ def test_doctor_runs_without_the_packages_of_other_commands(without_self_test, m
         __main__.main()
     assert end.value.code == 0
     printed = " ".join(capsys.readouterr().out.split())
-    assert 'missing typer. For advise run, in a checkout of gradwire: pip install ".[cli]"' in printed
-    assert 'missing typer. For demo, bench run, in a checkout of gradwire: pip install ".[bench]"' in printed
+    assert 'missing typer: in a checkout of gradwire, run pip install ".[cli]"' in printed
+    assert 'missing typer: in a checkout of gradwire, run pip install ".[bench]"' in printed
 
 
 WITHOUT_NAMES = """

@@ -327,6 +327,20 @@ def test_memory_of_a_sharded_model_is_saved_and_resumed(place, tmp_path):
     assert_same_bits(*local)
 
 
+@on_ranks(4)
+def test_attachment_without_memory_is_saved_and_resumed(tmp_path):
+    def attached():
+        model = sharded("fsdp")
+        return model, gradwire.attach(model, within="bf16"), torch.optim.SGD(model.parameters(), lr=0.01)
+
+    start()
+    model, attachment, optimizer = attached()
+    assert attachment.state_dict() == {}
+    checkpoint.save(tmp_path, model, optimizer, 4, hook=attachment)
+    other, resumed, other_optimizer = attached()
+    assert checkpoint.load(tmp_path, other, other_optimizer, hook=resumed) == 4
+
+
 @on_ranks(2)
 def test_buffers_are_those_of_rank_0(tmp_path):
     """Every rank updates the running statistics of its batches; the next forward broadcasts those of rank 0."""

@@ -1,5 +1,7 @@
 """Connections of a process group after an error: executors, new groups, notices, and meetings in the store."""
 
+import subprocess
+import sys
 import threading
 from contextlib import ExitStack, suppress
 from datetime import timedelta
@@ -196,6 +198,24 @@ def test_request_that_the_store_refuses_has_no_answer():
     notices = Notices(dist.HashStore())
     notices.tell(lambda store: store.set("key", "text"))
     assert notices.ask(lambda store: store.get("key")) == b"text"
+
+
+WITH_A_LATE_ANSWER = """
+import sys, time
+from pathlib import Path
+from gradwire.comm.store_collectives import Notices
+
+def late(_):
+    time.sleep(0.5)
+    Path(sys.argv[1]).touch()
+
+assert Notices(None).ask(late, seconds=0.01) is None
+"""
+
+
+def test_exit_waits_for_a_request_without_an_answer(tmp_path):
+    subprocess.run([sys.executable, "-c", WITH_A_LATE_ANSWER, tmp_path / "answered"], check=True, timeout=240)
+    assert (tmp_path / "answered").exists()
 
 
 @pytest.mark.parametrize("outcome", ["met", "failed"])
