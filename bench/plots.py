@@ -11,7 +11,7 @@ from statistics import median
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import LogLocator, NullFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from gradwire.bench import converge, demo, kernels, network
 from gradwire.bench.implementations import GRADWIRE, PYTORCH
@@ -77,7 +77,7 @@ def _name_rows(axes: Axes, names: Sequence[str]) -> None:
     axes.grid(axis="x", alpha=0.3)
 
 
-def _logarithmic(axes: Axes, name: str = "x", multiples: Sequence[int] = (1, 2, 5)) -> None:
+def _logarithmic(axes: Axes, name: str = "x", multiples: Sequence[float] = (1, 2, 5)) -> None:
     """Make an axis logarithmic, with plain numbers at the multiples of powers of ten."""
     axes.set(**{f"{name}scale": "log"})
     axis = axes.xaxis if name == "x" else axes.yaxis
@@ -257,7 +257,8 @@ def running_mean(values: Sequence[float], window: int) -> list[float]:
 def draw_advice(measured: Measurement, advice: Advice, path: Path) -> None:
     """Plot predicted step times against the bandwidth: no hook, bf16, the recommended hook, and the fastest others.
 
-    `MOST_CURVES` at most; the fastest have the smallest mean of logarithms, as the plot shows them.
+    `MOST_CURVES` at most; the fastest have the smallest mean of logarithms, as the plot shows them. allreduce, which
+    sends the same bytes as no hook, is not one of them.
     """
     figure = _figure(9, 5.5)
     axes = figure.subplots()
@@ -267,19 +268,24 @@ def draw_advice(measured: Measurement, advice: Advice, path: Path) -> None:
         hook.name: [1e3 * step_seconds(measured.model, hook, measured.link.at(bandwidth)) for bandwidth in bandwidths]
         for hook in measured.hooks
     }
-    fastest = sorted(times, key=lambda name: sum(map(math.log, times[name])))
+    fastest = sorted((name for name in times if name != "allreduce"), key=lambda name: sum(map(math.log, times[name])))
     names = unique((PLAIN, CAST, advice.recommended, *fastest))[:MOST_CURVES]
     for name, color in zip(names, _HOOK_COLORS, strict=False):
         is_recommended = name == advice.recommended
         label = display_name(name) + " (recommended)" * is_recommended
-        width = 2.6 if is_recommended else 1.3
-        axes.plot([b / 1e6 for b in bandwidths], times[name], color=color, linewidth=width, label=label)
+        width, order = (2.6, 3) if is_recommended else (1.3, 2)
+        axes.plot(bandwidths, times[name], color=color, linewidth=width, label=label, zorder=order)
     word, digits = ("measured", 2) if measured.is_link_measured else ("given", 6)
     line = f"{word}: {format_bandwidth(here, digits)}"
-    axes.axvline(here / 1e6, color="#888888", linestyle="--", linewidth=1, label=line)
+    axes.axvline(here, color="#888888", linestyle="--", linewidth=1, label=line)
     _logarithmic(axes, "x", (1,))
-    _logarithmic(axes, "y")
-    axes.set_xlabel("bandwidth (Mb/s)")
+    axes.xaxis.set_major_formatter(lambda bandwidth, _: format_bandwidth(bandwidth))
+    shown = [milliseconds for name in names for milliseconds in times[name]]
+    ratio = max(shown) / min(shown)  # the smaller, the more numbers per decade, so that there are three at least
+    _logarithmic(axes, "y", (1, 2, 5) if ratio > 20 else (1, 1.5, 2, 3, 5, 7))
+    if ratio < 5:
+        axes.yaxis.set_major_locator(MaxNLocator(6))
+    axes.set_xlabel("bandwidth")
     axes.set_ylabel("predicted step time (ms)")
     axes.grid(alpha=0.3, which="both")
     figure.legend(loc="outside right center", fontsize=9, frameon=False)

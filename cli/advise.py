@@ -27,7 +27,7 @@ from gradwire.bench.models import JOBS
 from gradwire.bench.record import format_bytes
 from gradwire.bench.tables import Table, count, format_bandwidth, print_tables
 from gradwire.bench.timing import backend_of, bench_device
-from gradwire.cli.options import MAX_RANKS, MAX_THREADS, finite, parse_choices, parse_hooks, parse_rate
+from gradwire.cli.options import MAX_RANKS, MAX_THREADS, finite, parse_choices, parse_hooks, parse_list, parse_rate
 from gradwire.planner import jobs
 from gradwire.planner.hook_registry import (
     ACCURACY_NOTE,
@@ -151,15 +151,12 @@ def advise_command(
 
     gradwire advise train:job --bandwidth 100gbit --world-size 16 --ranks-per-node 8
     """
-    excluded = () if exclude is None else parse_choices(exclude, _NOT_BASELINES, "--exclude")
+    excluded = () if exclude is None else _parse_excluded(exclude)
     names = tuple(name for name in parse_hooks(hooks, CHOICES) if name not in excluded)
     is_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     given = None if is_rank else _given_link(bandwidth, world_size, latency, ranks_per_node)
-    if is_rank and (bandwidth, world_size, latency) != (None, None, None):
-        raise typer.BadParameter(
-            "under torchrun the network is measured. Leave the option out, or run without torchrun.",
-            param_hint="--bandwidth, --world-size, --latency",
-        )
+    if is_rank:
+        _refuse_given_link({"--bandwidth": bandwidth, "--world-size": world_size, "--latency": latency})
     _check_outputs(json, plot)
     if threads is None and not is_rank and ranks_per_node > 1 and "OMP_NUM_THREADS" not in os.environ:
         threads = 1  # as torchrun sets
@@ -179,6 +176,27 @@ def advise_command(
 
         draw_advice(measured, advice, plot)
         typer.echo(f"\nPlot: {plot}")
+
+
+def _parse_excluded(exclude: str) -> tuple[str, ...]:
+    if {PLAIN, CAST} & set(parse_list(exclude)):
+        raise typer.BadParameter(
+            f"no hook and {CAST} are always measured, because the others are compared with them.",
+            param_hint="--exclude",
+        )
+    return parse_choices(exclude, _NOT_BASELINES, "--exclude")
+
+
+def _refuse_given_link(options: dict[str, object]) -> None:
+    """Refuse options that describe a network, on every rank; rank 0 prints the reason."""
+    given = [name for name, value in options.items() if value is not None]
+    if given and os.environ["RANK"] != "0":
+        raise typer.Exit(2)  # like a BadParameter
+    if given:
+        raise typer.BadParameter(
+            f"under torchrun the network is measured. Leave {' and '.join(given)} out, or run without torchrun.",
+            param_hint=", ".join(given),
+        )
 
 
 def _given_link(bandwidth: str | None, world_size: int | None, latency: float | None, ranks_per_node: int) -> GivenLink:
@@ -205,9 +223,9 @@ def _given_link(bandwidth: str | None, world_size: int | None, latency: float | 
 
 def _check_outputs(json: Path | None, plot: Path | None) -> None:
     """Refuse, before the measurement, files that cannot be written after it."""
-    for path in (json, plot):
+    for option, path in (("--json", json), ("--plot", plot)):
         if path is not None and not path.parent.is_dir():
-            raise typer.BadParameter(f"there is no folder {path.parent}; make it first.", param_hint="--json, --plot")
+            raise typer.BadParameter(f"there is no folder {path.parent}; make it first.", param_hint=option)
     if plot is not None and find_spec("matplotlib") is None:
         raise typer.BadParameter("needs matplotlib. Run: pip install matplotlib", param_hint="--plot")
 
@@ -314,17 +332,17 @@ def _recommendation(advice: Advice) -> str:
     text = f"{advice.headline}: {advice.reason}."
     if advice.buckets is not None:
         cap_mb, step_seconds = advice.buckets
-        text += f" Pass bucket_cap_mb={cap_mb} to DistributedDataParallel: fewer messages wait for the latency of the "
-        text += f"network, and a step takes {1e3 * step_seconds:.1f} ms."
+        text += f" Pass bucket_cap_mb={cap_mb} to DistributedDataParallel: the gradients then travel in fewer "
+        text += f"messages, and a step should take {1e3 * step_seconds:.1f} ms."
     if advice.recommended != PLAIN:
         text += f" {accuracy_of(advice.recommended)}"
-    if is_aggressive(advice.recommended):
-        others = [each for each in advice.predictions if not is_aggressive(each.hook)]
-        mild = max(others, key=lambda each: each.speed_up)
-        if mild.speed_up < WORTHWHILE:
-            text += f" No hook without {MARK} makes a step {100 * (WORTHWHILE - 1):.0f} % faster."
-        else:
-            text += f" Of the hooks without {MARK}, {mild.hook} is the fastest, with {mild.speed_up:.2f}x."
+    fastest = max(advice.predictions, key=lambda each: each.speed_up)
+    (recommended,) = [each for each in advice.predictions if each.hook == advice.recommended]
+    if is_aggressive(fastest.hook) and fastest.speed_up >= WORTHWHILE * recommended.speed_up:
+        steps = STEPS_TO_TARGET.get(fastest.hook)
+        why = "was not trained" if steps is None else f"took {steps:.2f} times the steps to the same loss"
+        text += f" {fastest.hook} would be {fastest.speed_up:.2f}x as fast as without a hook, but {why}: compare loss "
+        text += "curves before you use it."
     return text
 
 

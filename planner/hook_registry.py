@@ -53,12 +53,20 @@ class HookEntry:
     pytorch: PyTorchHook  # PyTorch's hook, or the closest that it has, for comparison in the benchmarks
 
 
+_BF16_ON_CPUS = (
+    "# On CPUs, PyTorch's DistributedDataParallel refuses bf16 hooks; gradwire.DistributedDataParallel takes them.\n"
+)
+
+
 def _code(hook: CommHook, state: str = "None") -> str:
     """The lines that register a hook; ``state`` is an expression that calls a class of the hook's module, or None."""
+    comment = _BF16_ON_CPUS if hook is bf16_compress_hook else ""
     if state == "None":
-        return f"from {hook.__module__} import {hook.__name__}\n\nmodel.register_comm_hook(None, {hook.__name__})"
+        return (
+            f"{comment}from {hook.__module__} import {hook.__name__}\n\nmodel.register_comm_hook(None, {hook.__name__})"
+        )
     return (
-        f"from {hook.__module__} import {state.partition('(')[0]}, {hook.__name__}\n\n"
+        f"{comment}from {hook.__module__} import {state.partition('(')[0]}, {hook.__name__}\n\n"
         f"state = {state}\nmodel.register_comm_hook(state, {hook.__name__})"
     )
 
@@ -92,7 +100,7 @@ def _low_rank(
     return HookEntry(
         description=description,
         make=lambda group, start: (PowerSGDState(group, rank, start, **options), hook),
-        code="# Compresses at once. Raise start_powerSGD_iter to the warm-up of your learning rate.\n"
+        code="# Compresses from the third step on. Raise start_powerSGD_iter to the warm-up of your learning rate.\n"
         + _code(hook, f"PowerSGDState(None, matrix_approximation_rank={rank}, start_powerSGD_iter=2{arguments})"),
         error_feedback=True,
         pytorch=PyTorchHook(make=make_pytorchs, is_same=is_same, one_bucket=True, requires="numpy"),
@@ -179,14 +187,6 @@ MARK_NOTE = (
     f"{MARK}: aggressive: took over {100 * (TOLERATED_STEPS - 1):.0f} % more steps to target, or was not trained. "
     "Compare loss curves before you rely on it"
 )
-# For hooks that were not trained, the one that changes gradients most alike.
-_NEAREST = {
-    **dict.fromkeys(("bf16", "scaled-fp16", "bf16-fp32-sum"), "fp16"),
-    **dict.fromkeys(
-        ("powersgd-r1", "powersgd-r4-bf16", "powersgd-r4-alternating", "powersgd-r4-batched"), "powersgd-r4"
-    ),
-    **{"fp8": "int8", "sign": "int2", "powersgd-r32": "powersgd-r16"},
-}
 
 
 def is_aggressive(hook: str) -> bool:
@@ -198,10 +198,10 @@ def is_aggressive(hook: str) -> bool:
 
 
 def accuracy_of(hook: str) -> str:
-    """A sentence on the measured accuracy of a hook, or of the most similar one that was measured."""
+    """A sentence on the measured accuracy of a hook that is not aggressive, or of the most similar one."""
     if hook == "allreduce":
         return "allreduce sends exact gradients."
-    measured = hook if hook in STEPS_TO_TARGET else _NEAREST[hook]
+    measured = hook if hook in STEPS_TO_TARGET else "fp16"  # the others also round to 16 bits
     steps = f"{STEPS_TO_TARGET[measured]:.2f} times the steps to the same loss on a GPT with 2.3 M parameters"
     if measured == hook:
         return f"{hook} took {steps}. Check the loss of your own model."

@@ -48,6 +48,11 @@ def load(name: str) -> Build:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise JobError(f"Module {module_name!r} cannot be imported: {error}.") from error
+        if module_name.endswith(".py"):
+            raise JobError(
+                f"{name!r} names a file; expected module:function. In the folder of the file, write "
+                f"{Path(module_name).stem}:{function_name}."
+            ) from None
         raise JobError(
             f"There is no module {module_name!r} in {here} or among the installed packages. Run the command in the "
             "folder of the module, or set PYTHONPATH."

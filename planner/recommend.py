@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from gradwire.planner.compute_probe import FIRST_COMPRESSED
-from gradwire.planner.hook_registry import HOOKS
+from gradwire.planner.hook_registry import HOOKS, MARK, is_aggressive
 from gradwire.planner.link_probe import bytes_out_of_node
 from gradwire.planner.model import HookCost, Link, ModelCost, break_even, step_seconds, with_larger_buckets
 from gradwire.planner.probe import CAST, PLAIN, Measurement
@@ -51,10 +51,10 @@ class Advice:
 
 
 def advise(measured: Measurement) -> Advice:
-    """Predict the step time with each hook, and recommend a hook or none.
+    """Predict the step time with each hook, and recommend a hook that is not aggressive, or none.
 
     A hook is worthwhile if its steps are at least `WORTHWHILE` times as fast as those without a hook. bf16 is
-    recommended if it is worthwhile, and no hook is `WORTHWHILE` times as fast as bf16. Otherwise, of the worthwhile
+    recommended if it is worthwhile, and no other is `WORTHWHILE` times as fast as bf16. Otherwise, of the worthwhile
     hooks within this ratio of the fastest, the one that keeps the most bytes of the gradients is recommended, because
     it changes them least.
     """
@@ -85,6 +85,7 @@ def advise(measured: Measurement) -> Advice:
 def larger_buckets(model: ModelCost, hook: HookCost, plain: HookCost, link: Link) -> LargerBuckets | None:
     """Buckets with which a step is `WORTHWHILE` times as fast as with the hook's, and no larger than is needed.
 
+    The default size, if it is passed, also applies to the first bucket, which has 1 MiB otherwise.
     ``plain`` is the cost without a hook, whose messages are the gradients.
     """
     if "batched" in hook.name:  # its payload is not a sum over gradients
@@ -99,7 +100,7 @@ def larger_buckets(model: ModelCost, hook: HookCost, plain: HookCost, link: Link
         if seconds * WORTHWHILE <= least:
             _, gradients = with_larger_buckets(model, plain, factor)
             nbytes = max(sum(message.nbytes for message in bucket.messages) for bucket in gradients.buckets)
-            best, least = LargerBuckets(-(-nbytes // 2**20), seconds), seconds
+            best, least = LargerBuckets(max(preferred, -(-nbytes // 2**20)), seconds), seconds
     return best
 
 
@@ -112,13 +113,17 @@ def _network_bytes(hook: HookCost, link: Link) -> int:
 
 def _recommend(predictions: Sequence[Prediction]) -> tuple[str, str]:
     percent = f"{100 * (WORTHWHILE - 1):.0f} %"
-    fastest = max((each for each in predictions if each.hook != PLAIN), key=lambda each: each.speed_up)
-    worthwhile = {each.hook: each for each in predictions if each.speed_up >= WORTHWHILE}
+    mild = [each for each in predictions if not is_aggressive(each.hook)]
+    fastest = max((each for each in mild if each.hook != PLAIN), key=lambda each: each.speed_up)
+    worthwhile = {each.hook: each for each in mild if each.speed_up >= WORTHWHILE}
+    is_complete = sum(each.speed_up >= WORTHWHILE for each in predictions) == len(worthwhile)
+    hook = "hook" if is_complete else f"hook without {MARK}"
     if not worthwhile:
-        return PLAIN, f"no hook makes a step {percent} faster; the best is {fastest.hook} with {fastest.speed_up:.2f}x"
+        best = f"{fastest.hook} with {fastest.speed_up:.2f}x"
+        return PLAIN, f"no {hook} makes a step {percent} faster; the best is {best}"
     if CAST in worthwhile and fastest.speed_up_over_bf16 < WORTHWHILE:
         speed_up = worthwhile[CAST].speed_up
-        return CAST, f"a step is {speed_up:.2f}x as fast as without a hook, and no other hook is {percent} faster"
+        return CAST, f"a step is {speed_up:.2f}x as fast as without a hook, and no other {hook} is {percent} faster"
     near = [each for each in worthwhile.values() if each.speed_up * WORTHWHILE >= fastest.speed_up]
     chosen = max(near, key=lambda each: each.bytes_kept)
     return chosen.hook, (

@@ -44,7 +44,7 @@ def printed_code(measured, advice, hook):
     """The lines below the recommendation, if it were this hook."""
     console = Console(file=io.StringIO(), width=80)
     print_advice(measured, replace(advice, recommended=hook), 1.0, console)
-    return console.file.getvalue().partition(f"\nUse {hook}: ")[2].partition("\n")[2]
+    return console.file.getvalue().partition(f"\nUse {hook}: ")[2].partition("\n\n")[2]
 
 
 @pytest.mark.slow

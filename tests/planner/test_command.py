@@ -41,6 +41,9 @@ def fails_on_rank_1(device):
 """
 
 
+NETWORK = ["tiny-layers", "--bandwidth", "1gbit", "--world-size", "4"]
+
+
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     (tmp_path / "my_training.py").write_text(TRAINING)
@@ -48,9 +51,9 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def refusal(*arguments):
+def refusal(*arguments, status=2):
     done = CliRunner(env={"NO_COLOR": "1", "COLUMNS": "200"}).invoke(app, ["advise", *arguments])
-    assert done.exit_code != 0
+    assert done.exit_code == status
     return " ".join(done.output.replace("│", " ").split())
 
 
@@ -146,7 +149,7 @@ def test_single_process_uses_the_threads_torchrun_would_give(monkeypatch, enviro
     given = []
     monkeypatch.setattr(torch, "set_num_threads", given.append)
     monkeypatch.setattr(advise, "_measure", mock.Mock(side_effect=typer.Exit))
-    done = CliRunner().invoke(app, ["advise", "tiny-layers", "--bandwidth", "1gbit", "--world-size", "4", *arguments])
+    done = CliRunner().invoke(app, ["advise", *NETWORK, *arguments])
     assert done.exit_code == 0, done.output
     assert given == threads
 
@@ -154,9 +157,8 @@ def test_single_process_uses_the_threads_torchrun_would_give(monkeypatch, enviro
 def test_excluded_hooks_are_not_measured(monkeypatch):
     measure = mock.Mock(side_effect=typer.Exit)
     monkeypatch.setattr(advise, "_measure", measure)
-    network = ["--bandwidth", "1gbit", "--world-size", "4"]
     hooks = ["--hooks", "int8,int4,sign", "--exclude", "sign, int8,fp8"]
-    done = CliRunner().invoke(app, ["advise", "tiny-layers", *network, *hooks])
+    done = CliRunner().invoke(app, ["advise", *NETWORK, *hooks])
     assert done.exit_code == 0, done.output
     assert measure.call_args.args[1] == ("int4",)
 
@@ -184,7 +186,8 @@ def test_backward_pass_overlaps_if_each_rank_has_a_spare_core(monkeypatch, cores
         (["tiny-layers", "--bandwidth", "unlimited", "--world-size", "2"], "expected a number"),
         (["tiny-layers", "--hooks", "int5"], "'int5'"),
         (["tiny-layers", "--exclude", "int5"], "Invalid value for --exclude: unknown: 'int5'"),
-        (["tiny-layers", "--exclude", "bf16"], "Invalid value for --exclude: unknown: 'bf16'"),
+        (["tiny-layers", "--exclude", "bf16"], "Invalid value for --exclude: no hook and bf16 are always measured"),
+        ([*NETWORK, "--plot", "none/a.png"], "Invalid value for --plot: there is no folder none"),
     ],
 )
 def test_incomplete_or_wrong_options_are_refused(arguments, message):
@@ -192,14 +195,17 @@ def test_incomplete_or_wrong_options_are_refused(arguments, message):
 
 
 @pytest.mark.parametrize("option", [("--bandwidth", "100mbit"), ("--world-size", "8"), ("--latency", "50")])
-def test_given_network_under_torchrun_is_refused(monkeypatch, option):
+def test_given_network_under_torchrun_is_refused_by_rank_0(monkeypatch, option):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "under torchrun the network is measured" in refusal("tiny-layers", *option)
+    message = refusal("tiny-layers", *option)
+    assert f"Invalid value for {option[0]}: under torchrun the network is measured. Leave {option[0]} out" in message
+    monkeypatch.setenv("RANK", "1")
+    assert refusal("tiny-layers", *option) == ""
 
 
 def test_unknown_job_is_refused_with_the_contract(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    message = refusal("no_such_module:job", "--bandwidth", "100mbit", "--world-size", "2")
+    message = refusal("no_such_module:job", "--bandwidth", "100mbit", "--world-size", "2", status=1)
     assert "There is no module 'no_such_module'" in message
     assert not torch.distributed.is_initialized()

@@ -64,6 +64,7 @@ def test_job_may_have_an_optimizer(folder):
     [
         ("my_training", "expected module:function"),
         ("no_such_module:job", "There is no module 'no_such_module'"),
+        ("my_training.py:job", "names a file; .* write my_training:job"),
         ("broken_training:job", "cannot be imported: No module named 'no_such_package'"),
         ("my_training:absent", "has no function 'absent'"),
         ("my_training:number", "has no function 'number'"),
