@@ -238,7 +238,7 @@ def compressed(hook: str, start: int = 2, measure: int = 0) -> Iterator[list[Com
     @wraps(initialize)
     def __init__(self: TorchDDP, *args: Any, **kwargs: Any) -> None:
         initialize(self, *args, **kwargs)
-        if isinstance(self, OurDDP) or self._comm_hooks or self._use_python_reducer:
+        if _is_left_alone(self):
             return
         compression = of[self] = DDPCompression(self, hook, start, measure)
         register(self, compression, _reduce)
@@ -289,6 +289,10 @@ def compressed(hook: str, start: int = 2, measure: int = 0) -> Iterator[list[Com
             setattr(TorchDDP, name, method)
 
 
+def _is_left_alone(ddp: TorchDDP) -> bool:
+    return isinstance(ddp, OurDDP) or bool(ddp._comm_hooks) or ddp._use_python_reducer
+
+
 @contextmanager
 def advised() -> Iterator[None]:
     """Meanwhile, measure the first model that is wrapped in PyTorch's DistributedDataParallel.
@@ -301,7 +305,7 @@ def advised() -> Iterator[None]:
     @wraps(native)
     def __init__(self: TorchDDP, *args: Any, **kwargs: Any) -> None:
         native(self, *args, **kwargs)
-        if not probes and not self._comm_hooks:
+        if not probes and not _is_left_alone(self) and self.process_group.size() == dist.get_world_size():
             probes.append(ScriptProbe(self, _advise))
             self._comm_hooks.clear()  # a hook of the script is ignored
             self.register_comm_hook = self._register_builtin_comm_hook = _ignore  # type: ignore
@@ -310,8 +314,12 @@ def advised() -> Iterator[None]:
         yield
 
 
-def _ignore(*_: object) -> None:
+def _ignore(*_: object, **__: object) -> None:
     pass
+
+
+class _AdviceGiven(SystemExit):
+    """Ends the script after the measurement."""
 
 
 def _advise(probe: ScriptProbe) -> NoReturn:
@@ -331,7 +339,7 @@ def _advise(probe: ScriptProbe) -> NoReturn:
         _fail(str(error))
     if dist.get_rank() == 0:
         print_advice(measured, advise(measured), time.monotonic() - began)
-    raise SystemExit(0)
+    raise _AdviceGiven(0)
 
 
 def report(made: Sequence[Compression]) -> str:
@@ -353,6 +361,9 @@ def _lines(compression: Compression) -> Iterator[str]:
     )
     if compression.is_scripts:
         yield "  not used: the script compresses its gradients itself"
+        return
+    if compression.n_steps == 0:
+        yield "  the script has trained no step"
         return
     if compression.n_steps <= compression.first_compressed:
         yield f"  nothing was compressed: that begins after {compression.first_compressed} steps"
@@ -445,6 +456,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("script", metavar="SCRIPT")
     parser.add_argument("arguments", metavar="ARGUMENTS", nargs=argparse.REMAINDER)
     options = parser.parse_args(arguments)
+    if options.advise and options.measure:
+        parser.error("--measure compares a hook with plain steps; --advise takes no hook")
     if options.advise and (missing := missing_packages("cli")):
         parser.error(f'--advise needs {", ".join(missing)}. In a checkout of gradwire, run: pip install ".[cli]"')
     if not options.module and not Path(options.script).exists():
@@ -453,8 +466,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not options.module and not sys.flags.safe_path:
         sys.path[0] = str(Path(options.script).resolve().parent)  # as `python SCRIPT` does
     if options.advise:
-        with advised():
-            _run_script(options)
+        try:
+            with advised():
+                _run_script(options)
+        except SystemExit as end:
+            if isinstance(end, _AdviceGiven) or end.code not in (None, 0):
+                raise
         _fail(f"the script ended before the {STEPS + 1} steps of DistributedDataParallel that --advise takes")
     with compressed(options.hook, options.start, options.measure) as made:
         try:
@@ -469,7 +486,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _fail(message: str) -> NoReturn:
     """End this rank; rank 0 prints the message."""
-    sys.exit(f"gradwire run: {message}" if os.environ.get("RANK", "0") == "0" else 1)
+    if (dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))) == 0:
+        print(f"gradwire run: {message}", file=sys.stderr, flush=True)
+    sys.exit(1)
 
 
 def _run_script(options: argparse.Namespace) -> None:

@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from operator import methodcaller
 from typing import Any, TypeVar
-from weakref import WeakSet
 
 import torch.distributed as dist
 
@@ -24,7 +24,9 @@ from gradwire.comm.torch_internals import PrefixStore, Store, device_timeouts, s
 DEFAULT_TIMEOUT = timedelta(minutes=2)
 POLL_SECONDS = 0.5  # interval between two calls of the `check` that may end a wait
 ANSWER_SECONDS = 5.0  # how long a rank waits for the answer to a short request, also on a busy machine
-EXIT_SECONDS = 10.0  # how long the interpreter's exit waits for these answers: until rank 0 has exited, too
+EXIT_SECONDS = 10.0  # longest delay of the exit; by then rank 0 has usually exited, and closed the connection
+KEYS_AT_ONCE = 16  # of one request: a poll stays small with thousands of ranks
+THREAD_NAME = "gradwire store"
 WARN_AFTER = timedelta(seconds=20)  # a rank that has waited this long logs which ranks are missing
 MAX_SHOWN = 12  # largest number of differences between ranks that an error lists
 
@@ -137,12 +139,11 @@ class Notices:
                 answer = request(self._store)
             answers.put(answer)
 
-        thread = threading.Thread(target=make, name="gradwire store", daemon=True)
         try:
-            thread.start()
-            _threads.add(thread)
+            threading.Thread(target=make, name=THREAD_NAME, daemon=True).start()
         except RuntimeError:  # the interpreter is ending
-            make()
+            if not self._turn.locked():
+                make()
         return answers
 
     def _wait(self, answers: queue.SimpleQueue[T | None], seconds: float) -> T | None:
@@ -153,15 +154,13 @@ class Notices:
             return None
 
 
-_threads: WeakSet[threading.Thread] = WeakSet()  # that make requests
-
-
 @atexit.register
 def _finish_requests() -> None:
-    """Wait for requests that have no answer: one that ends while the interpreter does would abort the process."""
+    """Join threads with a request in flight: one that returns from C++ during finalization aborts the process."""
     deadline = time.monotonic() + EXIT_SECONDS
-    for thread in list(_threads):
-        thread.join(max(0.0, deadline - time.monotonic()))
+    for thread in threading.enumerate():
+        if thread.name == THREAD_NAME:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def get_all(store: Store, keys: list[str]) -> list[str]:
@@ -181,35 +180,35 @@ def _has_failed(store: Store, attempt: str) -> bool:
     return store.check([f"{attempt}/outcome"]) and store.get(f"{attempt}/outcome") == b"failed"
 
 
-def _are_set(store: Store, keys: list[str]) -> bool:
-    """Whether the keys are set. Unlike `Store.wait` with a limit, it prints no warnings."""
-    try:
-        return store.check(keys)
-    except RuntimeError:  # rank 0, which hosts the store, has exited
-        return False
-
-
 def wait_for_ranks(
     group: dist.ProcessGroup, store: Store, keys: list[str], timeout: timedelta, check: Callable[[], None]
 ) -> list[int]:
     """Wait until every rank has set its key, or ``check`` raises; return the default group's numbers of
     missing ranks.
     """
+    requests, pending = Notices(store), keys  # `Store.wait` would print warnings
     begin = checked = time.monotonic()
-    pause = 0.001
-    while not _are_set(store, keys):
+    pause = 0.005
+    while pending:
+        if requests.ask(methodcaller("check", pending[:KEYS_AT_ONCE])):
+            pending = pending[KEYS_AT_ONCE:]
+            continue
         now = time.monotonic()
         if now - begin >= timeout.total_seconds():
             break
         if now - checked >= POLL_SECONDS:
             checked = now
             check()
-        time.sleep(pause)
+        time.sleep(min(pause, begin + timeout.total_seconds() - now))
         pause = min(1.5 * pause, POLL_SECONDS)
-    else:
-        return []
-    ranks = zip(dist.get_process_group_ranks(group), keys, strict=True)
-    return [rank for rank, key in ranks if not store.check([key])]
+    missing = []
+    for rank, key in zip(dist.get_process_group_ranks(group), keys, strict=True):
+        is_set = key not in pending or requests.ask(methodcaller("check", [key]))
+        if is_set is None:
+            raise RuntimeError("Rank 0, which hosts the store of this process group, has ended or gives no answer.")
+        if not is_set:
+            missing.append(rank)
+    return missing
 
 
 def named_barrier(

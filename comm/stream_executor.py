@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.futures import Future
 
 from gradwire.comm.executor import CLOSED, MAX_TASKS_IN_FLIGHT, Executor, Task, Workspace
@@ -100,7 +101,7 @@ class StreamExecutor(Executor):
                 collective = driver.advance()
                 if collective is None:
                     result.driver = None
-                    if driver.result is None:
+                    if not isinstance(driver.result, Tensor):
                         result.ended = self._kernels.record_event()
                     result.set_result(driver.result)
                     return
@@ -125,7 +126,8 @@ class Result(Future[Any]):
     Attributes:
         driver: runs the coroutine of the task; None once it has ended.
         collective_done: recorded after the collective that the task awaits; None before the first one.
-        ended: recorded at the end of a task that returns None. PyTorch's futures wait only for tensors in their result.
+        ended: recorded at the end of a task that returns no tensor. PyTorch's futures order only the tensors of their
+            result; `wait` then orders the current stream after the task, and `then` does not.
     """
 
     driver: Driver[Any] | None = None

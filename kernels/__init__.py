@@ -8,8 +8,8 @@ Each family has a reference in plain PyTorch, Triton kernels, and CPU paths wher
     orthogonalize      an orthonormal basis of every low-rank factor
     quantize           gradients <-> messages of 1 to 32 bits an element, block by block, with error feedback
 
-A family's Triton kernels are in ``NAME_triton``. `segment_table`, `block_table` and `matrix_table` describe a bucket to
-the kernels, and `dispatch` chooses the implementation.
+The files ``*_triton`` have the Triton kernels; `choose` is called with the file. `segment_table`, `block_table` and
+`matrix_table` describe a bucket to the kernels, and `dispatch` chooses the implementation.
 """
 
 from gradwire.kernels.block_table import (

@@ -59,7 +59,7 @@ def use_triton(device: torch.device) -> bool:
         reason = f"the tensors are on {device}" if HAS_TRITON else "Triton is not installed"
         raise RuntimeError(
             f"GRADWIRE_KERNELS=triton, but {reason}: Triton kernels need a CUDA or ROCm tensor, "
-            "or TRITON_INTERPRET=1 set before gradwire is imported. Set GRADWIRE_KERNELS=auto to choose by device."
+            "or TRITON_INTERPRET=1 set before the first launch. Set GRADWIRE_KERNELS=auto to choose by device."
         )
     return possible and choice != "torch"
 

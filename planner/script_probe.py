@@ -23,9 +23,9 @@ STEPS = WARM_UP + MAX_STEPS
 class ScriptProbe:
     """Times the steps of a model that a script trains in a DistributedDataParallel.
 
-    Meanwhile, gradients are not exchanged, so the ranks drift apart: the script must end with the measurement. The
-    forward ends with that of the model; the loss counts as backward. The rest of a step, such as the optimizer, counts
-    as `ModelCost.optimizer`.
+    Meanwhile, gradients are not exchanged, so the ranks drift apart: the script must end with the measurement. Forward
+    time ends when the model's last forward before the exchange returns, so it includes earlier micro-batches; the loss
+    counts as backward. The rest of a step, such as the optimizer, counts as `ModelCost.optimizer`.
 
     Args:
         ddp: the model, which has no hook yet.
@@ -49,8 +49,8 @@ class ScriptProbe:
     def _begin_forward(self, *_: object) -> None:
         if not torch.is_grad_enabled():
             return
-        begin = Mark(self.device)
         if self._launches:
+            begin = Mark(self.device)
             synchronize(self.device)
             times = [self._begin, self._between, *self._launches, self._end]
             forward, *ready = (1e-3 * time.milliseconds_since(times[min(k, 1)]) for k, time in enumerate(times[1:]))
@@ -59,16 +59,16 @@ class ScriptProbe:
             self._launches = []
             if self.n_steps == STEPS:
                 self._done(self)
-                begin = Mark(self.device)
-        self._begin = begin
+            self._begin = Mark(self.device)
 
     def _end_forward(self, *_: object) -> None:
-        self._between = Mark(self.device)
+        if torch.is_grad_enabled() and not self._launches:
+            self._between = Mark(self.device)
 
     def _launch(self, _: object, bucket: GradBucket) -> Future[Tensor]:
         if not self._launches:
             self._specs = []
-            queue_callback(self._end_backward)
+            queue_callback(lambda: queue_callback(self._end_backward))  # after that of DDP
         self._launches.append(Mark(self.device))
         parameters = bucket.parameters()
         self._specs.append(
@@ -103,6 +103,8 @@ class ScriptProbe:
                 f"{len(parameters) - len(self._gradients)} of {len(parameters)} parameters had no gradient in the last "
                 "step. Use them, or set requires_grad = False."
             )
+        if any(gradient.is_sparse for gradient in self._gradients):
+            raise JobError("The model has sparse gradients, which no hook compresses. Set sparse=False.")
         samples = self._samples[WARM_UP:]
         if len(set(map(len, samples))) > 1:
             raise JobError("The number of buckets changes from step to step, so their times cannot be compared.")

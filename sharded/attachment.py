@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -122,19 +123,23 @@ class Attachment:
         Memory in the shapes of the gradients is sharded like the parameters (`DTensor`), so that it can be loaded with
         other numbers of shards and replicas. The entry ``within`` has the errors of the reduce-scatter. The factors of
         `PowerSGDState` are left out: they depend on the shards, and start anew after a load, as do its statistics. See
-        `HookState.state_dict`. Empty if neither the hook nor the reduce-scatter has memory.
+        `HookState.state_dict`. Empty for a hook whose state cannot be saved, unless the reduce-scatter has
+        memory.
 
         Raises:
-            NotImplementedError: the state has entries that fit one number of shards only (`AutoState`).
+            NotImplementedError: the state has entries that fit one number of shards only (`AutoState`), or is no
+                `HookState`.
         """
-        saved = self.state.state_dict() if isinstance(self.state, HookState) else {}
+        saved: dict[str, Any] = self.state.state_dict() if isinstance(self.state, Stateful) else {}
         if self._exchange is None:
             return saved
+        if saved and not isinstance(self.state, HookState):
+            raise NotImplementedError(f"The state is a {type(self.state).__name__}; only a HookState can be sharded.")
         if isinstance(self.state, HookState):
-            memory, counts = self.state.memory, [entry for entry in saved if not isinstance(saved[entry], int)]
-            if not memory and counts:
+            memory, entries = self.state.memory, [entry for entry in saved if not isinstance(saved[entry], int)]
+            if not memory and entries:
                 saved = self.state.merge_shards(saved, self._shard_groups())
-            for entry in counts if memory else ():
+            for entry in entries if memory else ():
                 if entry not in memory or memory[entry].shape is None:
                     del saved[entry]
                 else:
@@ -152,8 +157,8 @@ class Attachment:
             ValueError: the state does not fit the model; see `HookState.load_state_dict`. Nothing is modified.
         """
         if self._exchange is None:
-            if isinstance(self.state, HookState):
-                self.state.load_state_dict(state_dict)
+            if isinstance(self.state, Stateful):
+                self.state.load_state_dict(dict(state_dict))
             return
         within = _local_shards(state_dict, WITHIN) if self._scattered else {}
         for name, parameter in self._trainable() if self._scattered else ():

@@ -131,7 +131,7 @@ def shard_group(group: Any) -> dist.ProcessGroup | None:
 
 
 def mesh_groups(group: Any) -> list[dist.ProcessGroup]:
-    """Process groups of all dimensions of the parameters' meshes, including tensor parallel ones, of several ranks."""
+    """Process groups with more than one rank of all dimensions of the parameters' meshes, tensor parallel ones too."""
     meshes = dict.fromkeys(each.sharded_param.device_mesh for each in group.fsdp_params)
     return [found for mesh in meshes for found in mesh.get_all_groups() if found.size() > 1]
 

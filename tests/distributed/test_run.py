@@ -285,13 +285,6 @@ def test_advise_prints_the_advice_for_the_script_and_ends_it(tmp_path):
     assert "__main__" not in output, "the script has not reached its end"
 
 
-def test_advise_says_that_a_script_is_too_short(tmp_path, world_of_one):
-    path = tmp_path / "train.py"
-    path.write_text("")
-    with pytest.raises(SystemExit, match="the script ended before the 14 steps of DistributedDataParallel"):
-        run.main(["--advise", str(path)])
-
-
 @on_ranks(2)
 def test_probe_of_a_script_measures_its_steps_and_buckets():
     probes = []
@@ -309,6 +302,33 @@ def test_probe_of_a_script_measures_its_steps_and_buckets():
     assert 0 < cost.ready[0] <= cost.ready[-1] <= cost.backward
     assert cost.forward > 0 and cost.optimizer > 0
     assert len(cost.ready) == len(buckets.specs) > 1
+
+
+@on_ranks(2)
+def test_probe_counts_micro_batches_as_forward_and_evaluations_as_the_rest():
+    probes = []
+    ddp = DistributedDataParallel(build("mlp"), bucket_cap_mb=SMALL)
+    probe = ScriptProbe(ddp, probes.append)
+    batch = torch.randn(4, next(ddp.parameters()).shape[1])
+    for _ in range(STEPS + 1):
+        with ddp.no_sync():
+            ddp(batch).sum().backward()
+        ddp(batch).sum().backward()
+        with torch.no_grad():
+            ddp(batch)
+    assert probes == [probe]
+    assert all(seconds >= 0 for sample in probe._samples for seconds in sample)
+    cost, _ = probe.model(Overlap.NOTHING)
+    assert cost.forward > 0 and cost.optimizer > 0
+
+
+def test_advise_says_that_a_script_is_too_short(tmp_path, capsys):
+    path = tmp_path / "train.py"
+    path.write_text("raise SystemExit(0)")
+    with pytest.raises(SystemExit) as end:
+        run.main(["--advise", str(path)])
+    assert end.value.code == 1
+    assert "the script ended before the 14 steps" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("status", [0, 3])
