@@ -15,10 +15,9 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import wraps
 from pathlib import Path
-from typing import Any, NoReturn, cast
-from unittest import mock
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -31,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from gradwire.bench.record import format_bytes
 from gradwire.cli import missing_packages
+from gradwire.cli.run_advise import AdviceGiven, advised, fail, is_left_alone
 from gradwire.hooks._bucket import GradBucket
 from gradwire.hooks.auto_hook import FIRST_STEPS, AutoState, auto_hook
 from gradwire.hooks.default_hooks import CastState
@@ -38,9 +38,7 @@ from gradwire.hooks.hook_state import HookState
 from gradwire.hooks.telemetry import Observed
 from gradwire.kernels import WIRE_FORMATS
 from gradwire.planner.hook_registry import HOOKS, Registration
-from gradwire.planner.jobs import JobError
-from gradwire.planner.script_probe import STEPS, ScriptProbe
-from gradwire.reducer import DistributedDataParallel as OurDDP
+from gradwire.planner.script_probe import STEPS
 from gradwire.sharded import ReduceScatterOptions, attach
 from gradwire.sharded.attachment import is_attached
 from gradwire.sharded.torch_internals import on_root_init, parameter_groups, replica_group
@@ -238,7 +236,7 @@ def compressed(hook: str, start: int = 2, measure: int = 0) -> Iterator[list[Com
     @wraps(initialize)
     def __init__(self: TorchDDP, *args: Any, **kwargs: Any) -> None:
         initialize(self, *args, **kwargs)
-        if _is_left_alone(self):
+        if is_left_alone(self):
             return
         compression = of[self] = DDPCompression(self, hook, start, measure)
         register(self, compression, _reduce)
@@ -287,59 +285,6 @@ def compressed(hook: str, start: int = 2, measure: int = 0) -> Iterator[list[Com
     finally:
         for name, method in zip(_PATCHED, (initialize, register, register_builtin), strict=True):
             setattr(TorchDDP, name, method)
-
-
-def _is_left_alone(ddp: TorchDDP) -> bool:
-    return isinstance(ddp, OurDDP) or bool(ddp._comm_hooks) or ddp._use_python_reducer
-
-
-@contextmanager
-def advised() -> Iterator[None]:
-    """Meanwhile, measure the first model that is wrapped in PyTorch's DistributedDataParallel.
-
-    After its steps, print what `gradwire advise` prints, and end the script on every rank.
-    """
-    probes: list[ScriptProbe] = []
-    native = TorchDDP.__init__
-
-    @wraps(native)
-    def __init__(self: TorchDDP, *args: Any, **kwargs: Any) -> None:
-        native(self, *args, **kwargs)
-        if not probes and not _is_left_alone(self) and self.process_group.size() == dist.get_world_size():
-            probes.append(ScriptProbe(self, _advise))
-            self._comm_hooks.clear()  # a hook of the script is ignored
-            self.register_comm_hook = self._register_builtin_comm_hook = _ignore  # type: ignore
-
-    with mock.patch.object(TorchDDP, "__init__", __init__):
-        yield
-
-
-def _ignore(*_: object, **__: object) -> None:
-    pass
-
-
-class _AdviceGiven(SystemExit):
-    """Ends the script after the measurement."""
-
-
-def _advise(probe: ScriptProbe) -> NoReturn:
-    from gradwire.cli.advise import print_advice
-    from gradwire.planner.probe import measure_exchange, on_all_ranks, overlap_with_backward
-    from gradwire.planner.recommend import advise
-
-    began = time.monotonic()
-    try:
-        if dist.get_world_size() == 1:
-            raise JobError("The world size is 1, so there is nothing to exchange. Start more ranks.")
-        model, buckets = on_all_ranks(partial(probe.model, overlap_with_backward(probe.device)))
-        names = [name for name in HOOKS if name != "noop"]
-        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        measured = measure_exchange(model, buckets, names, probe.device, ranks_per_node=per_node)
-    except JobError as error:
-        _fail(str(error))
-    if dist.get_rank() == 0:
-        print_advice(measured, advise(measured), time.monotonic() - began)
-    raise _AdviceGiven(0)
 
 
 def report(made: Sequence[Compression]) -> str:
@@ -470,9 +415,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             with advised():
                 _run_script(options)
         except SystemExit as end:
-            if isinstance(end, _AdviceGiven) or end.code not in (None, 0):
+            if isinstance(end, AdviceGiven) or end.code not in (None, 0):
                 raise
-        _fail(f"the script ended before the {STEPS + 1} steps of DistributedDataParallel that --advise takes")
+        fail(f"the script ended before the {STEPS + 1} steps of DistributedDataParallel that --advise takes")
     with compressed(options.hook, options.start, options.measure) as made:
         try:
             _run_script(options)
@@ -482,13 +427,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             rank = made[0].rank if made else int(os.environ.get("RANK", "0"))
             if rank == 0 and (made or has_ended):
                 print(report(made), file=sys.stderr, flush=True)
-
-
-def _fail(message: str) -> NoReturn:
-    """End this rank; rank 0 prints the message."""
-    if (dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))) == 0:
-        print(f"gradwire run: {message}", file=sys.stderr, flush=True)
-    sys.exit(1)
 
 
 def _run_script(options: argparse.Namespace) -> None:

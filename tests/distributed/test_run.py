@@ -273,6 +273,7 @@ def test_script_runs_as_main_with_its_arguments_and_a_report(tmp_path, command, 
     assert re.search(r"error / gradient +\S+ at first", errors)
 
 
+@pytest.mark.slow  # half a minute; the probe has tests of its own
 def test_advise_prints_the_advice_for_the_script_and_ends_it(tmp_path):
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)

@@ -406,7 +406,7 @@ def test_attach_refuses_models_without_replicas_and_a_second_hook():
     assert "attached to this model already" in message_of(gradwire.attach, model, QuantizationState())
     assert "attach(model, state, hook)" in message_of(gradwire.attach, sharded("hsdp"), CastState())
     assert "neither a state nor within" in message_of(gradwire.attach, sharded("hsdp"))
-    assert error_of(gradwire.attach(sharded("fsdp"), within="bf16").state_dict)[0] == "TypeError"
+    assert gradwire.attach(sharded("fsdp"), within="bf16").state_dict() == {}
 
 
 @on_ranks(4)
