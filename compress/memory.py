@@ -1,4 +1,4 @@
-"""Memory that compression keeps for each parameter from step to step: its declaration, and that of a bucket."""
+"""Per-parameter memory of compressors, kept from step to step: declarations, and the memory of a bucket."""
 
 from __future__ import annotations
 

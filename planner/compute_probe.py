@@ -6,7 +6,7 @@ The computation between them is timed.
 
 import gc
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -56,7 +56,7 @@ def measure_model(
     @zero_copy  # annotations must not be strings, so this module does not import annotations from __future__
     def note_launch(_: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         launches.append(Mark(device))
-        specs.append(_spec(bucket))
+        specs.append(spec_of(bucket, bucket.parameter_names(), bucket.model_parameters))  # type: ignore[attr-defined]
         return noop_hook(None, bucket)
 
     ddp.register_comm_hook(None, note_launch)
@@ -120,15 +120,16 @@ def measure_optimizer(job: Job, device: torch.device) -> float | None:
     return median(samples[1:])
 
 
-def _spec(bucket: Any) -> BucketSpec:
+def spec_of(bucket: GradBucket, names: list[str], model_parameters: Sequence[Tensor]) -> BucketSpec:
+    """The specification of a bucket of either DDP; with the model's parameters, one handshake serves all buckets."""
     parameters = bucket.parameters()
     return BucketSpec(
         index=bucket.index(),
         is_last=bucket.is_last(),
         members=list(range(len(parameters))),
         parameters=parameters,
-        names=bucket.parameter_names(),
-        model_parameters=bucket.model_parameters,  # so that one handshake serves all buckets and steps
+        names=names,
+        model_parameters=model_parameters,
     )
 
 

@@ -90,7 +90,7 @@ class ModelCost:
     optimizer: float | None = None  # seconds of an optimizer step; None: not measured, and not part of the step
     gradient_bytes: int
     overlap: Overlap  # work that overlaps the backward pass on this device
-    spread: float = 1.0  # time of the slowest measured step over that of the fastest, without the optimizer
+    spread: float = 1.0  # slowest over fastest measured step time, without the optimizer
 
 
 class MessageCost(NamedTuple):

@@ -12,7 +12,7 @@ from gradwire.comm.torch_internals import queue_callback
 from gradwire.hooks._bucket import GradBucket, parameter_names
 from gradwire.hooks.telemetry import Mark
 from gradwire.planner.clock import synchronize
-from gradwire.planner.compute_probe import MAX_STEPS, WARM_UP, Buckets, spread_of
+from gradwire.planner.compute_probe import MAX_STEPS, WARM_UP, Buckets, spec_of, spread_of
 from gradwire.planner.jobs import JobError
 from gradwire.planner.model import ModelCost, Overlap
 from gradwire.reducer.bucket import BucketSpec
@@ -38,7 +38,6 @@ class ScriptProbe:
         self._samples: list[list[float]] = []  # seconds of forward, ready times, backward and rest of each step
         self._specs: list[BucketSpec] = []
         self._gradients: list[Tensor] = []
-        self.n_steps = 0
         self._begin = self._between = self._end = Mark(self.device)
         self._launches: list[Mark] = []
         self._names = parameter_names(ddp.module)
@@ -55,9 +54,8 @@ class ScriptProbe:
             times = [self._begin, self._between, *self._launches, self._end]
             forward, *ready = (1e-3 * time.milliseconds_since(times[min(k, 1)]) for k, time in enumerate(times[1:]))
             self._samples.append([forward, *ready, 1e-3 * begin.milliseconds_since(self._end)])
-            self.n_steps += 1
             self._launches = []
-            if self.n_steps == STEPS:
+            if len(self._samples) == STEPS:
                 self._done(self)
             self._begin = Mark(self.device)
 
@@ -68,26 +66,17 @@ class ScriptProbe:
     def _launch(self, _: object, bucket: GradBucket) -> Future[Tensor]:
         if not self._launches:
             self._specs = []
-            queue_callback(lambda: queue_callback(self._end_backward))  # after that of DDP
+            queue_callback(lambda: queue_callback(self._end_backward))  # after DDP's own callback
         self._launches.append(Mark(self.device))
-        parameters = bucket.parameters()
-        self._specs.append(
-            BucketSpec(
-                index=bucket.index(),
-                is_last=bucket.is_last(),
-                members=list(range(len(parameters))),
-                parameters=parameters,
-                names=[self._names[parameter] for parameter in parameters],
-                model_parameters=self._parameters,
-            )
-        )
+        names = [self._names[parameter] for parameter in bucket.parameters()]
+        self._specs.append(spec_of(bucket, names, self._parameters))
         future: Future[Tensor] = Future(devices=[self.device] if self.device.type == "cuda" else None)
         future.set_result(bucket.buffer())
         return future
 
     def _end_backward(self) -> None:
         self._end = Mark(self.device)
-        if self.n_steps == STEPS - 1:
+        if len(self._samples) == STEPS - 1:
             parameters = [parameter for spec in self._specs for parameter in spec.parameters]
             self._gradients = [p.grad.detach().clone() for p in parameters if p.grad is not None]
 

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-from unittest import mock
 
 import pytest
 import torch
@@ -27,13 +26,14 @@ from tests.support.sharded import (
     backward,
     gradients,
     mesh,
+    message_after_fault_on_rank_1,
     missing_over,
     norm,
     sharded,
     shared_folder,
     train,
 )
-from tests.support.training import Fault, error_of, message_of, wrapped
+from tests.support.training import error_of, message_of, wrapped
 
 START = 1
 
@@ -364,13 +364,7 @@ def test_failed_exchange_raises_the_reason_on_its_replicas_and_every_later_backw
     model = sharded("replicate")
     gradwire.attach(model, QuantizationState(wire="int4", start_iter=0))
     backward(model, 0)
-    name = "quantized_all_reduce"
-    fails = mock.patch.object(gradwire.hooks.quantization_hooks, name, side_effect=Fault("on one rank"))
-    if dist.get_rank() == 1:
-        with fails:
-            message = message_of(backward, model, 1)
-    else:
-        message = message_of(backward, model, 1)
+    message = message_after_fault_on_rank_1(gradwire.hooks.quantization_hooks, "quantized_all_reduce", model)
     assert "on one rank" in message
     assert "on one rank" in message_of(backward, model, 2)
 

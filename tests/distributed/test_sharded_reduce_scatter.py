@@ -21,13 +21,14 @@ from tests.support.sharded import (
     backward,
     contributions,
     gradients,
+    message_after_fault_on_rank_1,
     missing_over,
     norm,
     sharded,
     shared_folder,
     train,
 )
-from tests.support.training import Fault, message_of
+from tests.support.training import message_of
 
 DIVISION = {  # FSDP2 then reduces with AVG, SUM, and, dividing before and after, SUM of fp16
     "average": ({}, None),
@@ -240,11 +241,6 @@ def test_failure_of_a_reduce_scatter_raises_the_reason_on_all_ranks():
     model = sharded("fsdp")
     gradwire.attach(model, within="int4")
     backward(model, 0)
-    fails = mock.patch.object(gradwire.sharded.shards, "quantized_reduce_scatter", side_effect=Fault("on one rank"))
-    if dist.get_rank() == 1:
-        with fails:
-            message = message_of(backward, model, 1)
-    else:
-        message = message_of(backward, model, 1)
+    message = message_after_fault_on_rank_1(gradwire.sharded.shards, "quantized_reduce_scatter", model)
     assert "on one rank" in message
     assert "on one rank" in message_of(backward, model, 2)

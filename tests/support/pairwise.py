@@ -54,8 +54,8 @@ def _hashable(value):
 
 
 def _covering(sets, values):
-    """Indices of sets whose union is that of all. Greedy: each adds the most elements; among equals, the first of those
-    whose values were chosen least, so that values take turns.
+    """Indices of sets that together cover all elements. Greedy: take the set with the most missing elements; break ties
+    by the values that were chosen least often so far, so that values take turns, then by order.
     """
     missing, chosen, counts = set().union(*sets), set(), Counter()
     while missing:

@@ -2,6 +2,8 @@
 
 import functools
 import tempfile
+from contextlib import nullcontext
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -13,6 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import Shard
 
 from tests.support.ranks import from_all_ranks
+from tests.support.training import Fault, message_of
 
 PLACES = ["hsdp", "replicate"]
 SHARDED = ["hsdp", "fsdp"]
@@ -143,3 +146,10 @@ def shared_folder():
     """A new temporary folder, the same on all ranks."""
     (path,) = {each for each in from_all_ranks(tempfile.mkdtemp() if dist.get_rank() == 0 else None) if each}
     return path
+
+
+def message_after_fault_on_rank_1(owner, name, model):
+    """The message that a backward raises on this rank, if the function ``name`` of ``owner`` raises on rank 1."""
+    fails = mock.patch.object(owner, name, side_effect=Fault("on one rank"))
+    with fails if dist.get_rank() == 1 else nullcontext():
+        return message_of(backward, model, 1)
