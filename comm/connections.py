@@ -302,6 +302,11 @@ def connections_of(group: dist.ProcessGroup | None) -> Connections:
     return connections
 
 
+def existing_connections(group: dist.ProcessGroup) -> Connections | None:
+    """The connections on a process group; None if there are none yet."""
+    return _connections.get(group)
+
+
 def _end(group: dist.ProcessGroup) -> None:
     if (connections := _connections.pop(group, None)) is not None:
         connections.end()

@@ -221,11 +221,16 @@ def named_barrier(
     store_all_gather(group, purpose, "here", timeout, check)
 
 
-def check_collectives(counts: Sequence[Sequence[int]]) -> None:
-    """Raise RuntimeError unless all ranks have issued equally many collectives on a process group."""
+def check_collectives(counts: Sequence[Sequence[int]], which: str = "itself") -> None:
+    """Raise RuntimeError unless all ranks have issued equally many collectives on a process group.
+
+    Args:
+        counts: the counts of each rank of the group.
+        which: names the group in the error, after "the process group".
+    """
     if any(count != counts[0] for count in counts):
         raise RuntimeError(
-            "The ranks have issued different numbers of collectives on the process group itself: "
+            f"The ranks have issued different numbers of collectives on the process group {which}: "
             f"{format_by_rank(counts)}. "
             "The missing collectives leave it stuck, and gradwire can replace only groups that it created. Restart "
             "the job from a checkpoint, or destroy the process group on every rank and initialize a new one."

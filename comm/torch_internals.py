@@ -97,10 +97,27 @@ def device_timeouts(group: dist.ProcessGroup, default: timedelta) -> dict[str, t
     return {kind: getattr(getattr(each, "options", None), "_timeout", default) for kind, each in backends.items()}
 
 
+def all_groups() -> list[dist.ProcessGroup]:
+    """The process groups that were initialized in this process and not destroyed, in order."""
+    return list(world.pg_map)
+
+
 def collective_counts(group: dist.ProcessGroup) -> list[int]:
-    """Number of collectives that this rank has issued on each of the group's backends."""
+    """Collectives that this rank has issued on each of the group's backends; 0 if a backend does not count them."""
     backends: list[Any] = [group._get_backend(device) for device in group._device_types]
-    return [int(backend._get_sequence_number_for_group()) for backend in backends]
+    return list(map(_collective_count, backends))
+
+
+def _collective_count(backend: Any) -> int:
+    try:
+        return int(backend._get_sequence_number_for_group())
+    except RuntimeError:  # "Backend ... does not yet support sequence numbers."
+        return 0
+
+
+def unique_name(group: dist.ProcessGroup) -> str:
+    """A name of the process group that is equal on its ranks, and that no other group has."""
+    return f"{group.group_name}, ranks {dist.get_process_group_ranks(group)}"
 
 
 def gloo_options(timeout: timedelta) -> Any:

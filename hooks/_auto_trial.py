@@ -67,7 +67,7 @@ class CopiedBucket:
         self._bucket = bucket
         if hasattr(bucket, "model_parameters"):
             ours = cast("GradwireBucket", bucket)
-            self.process_group, self.hook_has_groups = ours.process_group, ours.hook_has_groups
+            self.process_group, self.note_use = ours.process_group, ours.note_use
             self.model_parameters = ours.model_parameters
         self._buffer = bucket.buffer().clone() if is_sparse(bucket) else _flat_copy(bucket)
 

@@ -64,7 +64,8 @@ class GradwireBucket(Protocol):
     """The interface of gradwire's buckets in addition to PyTorch's; see `gradwire.reducer.bucket`."""
 
     process_group: dist.ProcessGroup | None
-    hook_has_groups: bool
+    # With a user's hook: called with the settings and the process group of each of gradwire's hooks that it calls.
+    note_use: Callable[[Any, dist.ProcessGroup], None] | None
     model_parameters: Sequence[torch.Tensor]
     device: torch.device
     zero_copy: bool  # whether `source` and `target` may be used; else the bucket is a flat buffer

@@ -146,6 +146,8 @@ class HookSettings(Observed):
             group = process_group or default_group()
         elif process_group is not None and process_group is not group:
             group = _chosen_group(cast("GradwireBucket", bucket), process_group)
+        if (note_use := getattr(bucket, "note_use", None)) is not None:
+            note_use(self, group)
         own, generation, recorder = self.settings(), connections_of(group).generation, self._recorder
         settings = own if recorder is None else {**own, **recorder.settings()}
         agreements = self._agreed.setdefault(group, {})
@@ -254,7 +256,7 @@ def _chosen_group(bucket: GradwireBucket, chosen: dist.ProcessGroup) -> dist.Pro
     assert own is not None
     if not is_initialized_group(chosen):
         return own
-    if bucket.hook_has_groups:
+    if bucket.note_use is not None:
         return chosen
     check_same_ranks(chosen, own, "hook's process group")
     return own

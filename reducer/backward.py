@@ -17,7 +17,9 @@ from torch.futures import Future
 from torch.utils.hooks import RemovableHandle
 
 from gradwire.comm import GroupTransport, connections
+from gradwire.comm.torch_internals import all_groups, collective_counts
 from gradwire.comm.transport import clear_frames
+from gradwire.hooks.hook_state import HookState
 from gradwire.hooks.telemetry import Mark
 from gradwire.kernels import is_capturing
 from gradwire.reducer import errors, torch_internals
@@ -36,15 +38,28 @@ class Exchange:
     goes on, that rank waits in its next forward, its peers in their backward. To detect this deadlock, a rank that
     waits in a forward announces how many forwards and backwards it has begun.
 
+    A user's hook may use further process groups: it passes one to a hook of gradwire, which calls `note_use`, or issues
+    collectives itself, which shows in the group's count of collectives. A rank that leaves fails gradwire's connections
+    on all of them, and `resynchronize` compares and renews all of them.
+
     Attributes:
         has_streams: whether hooks run on streams of the device.
         connections: gradwire's connections on the process group, as the last forward found them.
+        hook_groups: the further process groups that the hook has used.
+        hook_states: the states of gradwire's hooks that a user's hook has called, in order of their first use, with the
+            process group of each.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, device: torch.device) -> None:
         self.device = device
         self.has_streams = connections.has_streams(device)
         self._thread = 0  # the thread that called the latest forward
+        self.hook_groups: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+        self.hook_states: weakref.WeakKeyDictionary[HookState, weakref.ref[dist.ProcessGroup]] = (
+            weakref.WeakKeyDictionary()
+        )
+        # Collectives issued on each process group before the current backward, if a user's hook runs in it.
+        self._counts: dict[dist.ProcessGroup, list[int]] = {}
         self.update_process_group(process_group)
         self.restart()
 
@@ -72,21 +87,43 @@ class Exchange:
         self._thread = threading.get_ident()
         self._n_forwards += 1
 
-    def begin_backward(self, user: object) -> None:
-        """Note that ``user`` exchanges in the current backward; see `Connections.begin_exchange`."""
+    def begin_backward(self, user: object, has_groups: bool) -> None:
+        """Note that ``user`` exchanges in the current backward; see `Connections.begin_exchange`.
+
+        ``has_groups``: whether a user's hook runs in it.
+        """
         self.connections.begin_exchange(user, self._thread)
         self._n_backwards += 1
+        if has_groups:
+            self._counts = {group: collective_counts(group) for group in all_groups()}
+
+    def note_use(self, settings: object, group: dist.ProcessGroup) -> None:
+        """Note that a user's hook calls one of gradwire's with these settings on ``group``."""
+        if group is not self.process_group:
+            self.hook_groups.add(group)
+        if isinstance(settings, HookState):
+            self.hook_states[settings] = weakref.ref(group)
+
+    def note_groups(self) -> None:
+        """Note the process groups on which collectives were issued since the begin of the backward."""
+        counts, self._counts = self._counts, {}
+        for group in all_groups() if counts else ():
+            now = collective_counts(group)
+            if group is not self.process_group and any(now) and now != counts.get(group):
+                self.hook_groups.add(group)
 
     def fail(self, user: object, step: int, cause: str, is_of_peer: bool = False) -> str | None:
         """Leave the exchange. Returns the error of another rank that left before this one.
 
         ``is_of_peer``: a connection has closed, so the notice of the rank that closed it is on its way.
         """
-        connections = self.connect()
-        elsewhere = connections.failure_elsewhere(wait=is_of_peer)
-        rank = dist.get_rank(self.process_group)
-        connections.fail(elsewhere or f"Step {step} failed on rank {rank}: {cause}")
-        connections.end_exchange(user)
+        own = self.connect()
+        elsewhere = own.failure_elsewhere(wait=is_of_peer)
+        self.note_groups()
+        failure = elsewhere or f"Step {step} failed on rank {dist.get_rank(self.process_group)}: {cause}"
+        for each in (own, *filter(None, map(connections.existing_connections, self.hook_groups))):
+            each.fail(failure)
+        own.end_exchange(user)
         return elsewhere
 
     def announce_forward(self) -> None:

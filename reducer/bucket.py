@@ -45,7 +45,8 @@ class BucketBase:
         self.members = spec.members
         self.device = spec.parameters[0].device
         self.process_group: dist.ProcessGroup | None = None  # the ranks to average over; set by the reducer
-        self.hook_has_groups = False  # whether the hook is not gradwire's, and may have process groups of its own
+        # With a user's hook, which may have process groups of its own: `Exchange.note_use`; set by the reducer.
+        self.note_use: Callable[[object, dist.ProcessGroup], None] | None = None
         self.model_parameters = spec.model_parameters
         self.divisor = 1  # of a sum over ranks: the world size, or in `join` the number of ranks with inputs left
         self.is_last_launched = spec.is_last  # whether no bucket after it is launched in this backward

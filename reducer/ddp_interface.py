@@ -53,6 +53,8 @@ class DDPReducer(Reducer):
         state = in_group(state, hook, self.exchange.process_group)
         take_back = state.take_back if isinstance(state, HookState) else None
         self.hook = BucketHook(hook, state, is_zero_copy(hook), True, not is_gradwire_hook(hook), take_back)
+        if self.hook.has_groups and isinstance(state, HookState):
+            self.exchange.note_use(state, state.process_group or self.exchange.process_group)
 
     # A forward, and the preparation of its backward.
 
@@ -225,7 +227,8 @@ class DDPReducer(Reducer):
     def _get_zeros_like_grad_buckets(self) -> list[Bucket]:
         buckets: list[Bucket] = [bucket.with_zeros(self.hook.is_zero_copy) for bucket in self.buckets]
         for bucket in buckets:
-            bucket.process_group, bucket.hook_has_groups = self.exchange.process_group, self.hook.has_groups
+            bucket.process_group = self.exchange.process_group
+            bucket.note_use = self.exchange.note_use if self.hook.has_groups else None
             bucket.divisor = self.exchange.process_group.size()
         return buckets
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.comm import GroupTransport
-from gradwire.comm.connections import Connections
+from gradwire.comm.connections import Connections, connections_of, existing_connections
 from gradwire.comm.store_collectives import (
     MAX_SHOWN,
     check_collectives,
@@ -20,9 +20,10 @@ from gradwire.comm.store_collectives import (
     format_differences,
     gather_json,
 )
-from gradwire.comm.torch_internals import collective_counts
+from gradwire.comm.torch_internals import all_groups, collective_counts, unique_name
 from gradwire.hooks._handshake import digest
 from gradwire.hooks.hook_state import HookState, share_hook_state
+from gradwire.reducer.backward import Exchange
 from gradwire.reducer.ddp_interface import DDPReducer
 from gradwire.reducer.torch_internals import assign_buckets
 
@@ -123,18 +124,24 @@ def resynchronize(
     """
     group = reducer.exchange.process_group
     reducer.leave(f"{CALL} was called")
+    groups = {unique_name(each): each for each in (all_groups() if reducer.hook.has_groups else [group])}
     mine = {
-        "generation": reducer.exchange.connections.generation,
         "from_rank": from_rank if from_rank is None or type(from_rank) is int else repr(from_rank),
-        "collectives": collective_counts(group),
         "parameters": digest(parameters),
+        "groups": {name: _group_facts(reducer, each) for name, each in groups.items()},
     }
     by_rank = gather_json(group, CALL, mine)
     _check_source([one["from_rank"] for one in by_rank])
-    check_collectives([one["collectives"] for one in by_rank])
+    used = {name for one in by_rank for name, facts in one["groups"].items() if facts["is used"]}
+    facts_of = {name: [one["groups"][name] for one in by_rank if name in one["groups"]] for name in sorted(used)}
+    for name, facts in facts_of.items():
+        which = "itself" if name == unique_name(group) else f"{name}, which the communication hook uses"
+        check_collectives([one["collectives"] for one in facts], which)
     if from_rank is None and len({one["parameters"] for one in by_rank}) > 1:
         _raise_parameters_differ(group, parameters)
-    reducer.exchange.connections.renew(1 + max(one["generation"] for one in by_rank))
+    for name, facts in facts_of.items():
+        if name in groups and (generation := max(one["generation"] for one in facts)) > 0:
+            connections_of(groups[name]).renew(1 + generation)
     reducer.restart()
     with reducer.leaving(CALL), torch.no_grad():
         source = from_rank or 0
@@ -145,10 +152,46 @@ def resynchronize(
                 limit,
                 source,
             )
-        if isinstance(reducer.hook.state, HookState):
-            share_hook_state(
-                reducer.hook.state, reducer.exchange.transport, source, group.rank(), reducer.exchange.device
-            )
+        state = reducer.hook.state
+        if isinstance(state, HookState) and state not in reducer.exchange.hook_states:
+            share_hook_state(state, reducer.exchange.transport, source, group.rank(), reducer.exchange.device)
+        source = dist.get_global_rank(group, source)
+        for name, facts in facts_of.items():
+            if name in groups:
+                _share_states_in_hook(reducer.exchange, groups[name], [one["states"] for one in facts], source)
+
+
+def _group_facts(reducer: DDPReducer, group: dist.ProcessGroup) -> dict[str, Any]:
+    """What `resynchronize` compares of a process group."""
+    exchange, connections = reducer.exchange, existing_connections(group)
+    return {
+        "is used": group is exchange.process_group or group in exchange.hook_groups,
+        "generation": 0 if connections is None else connections.generation,
+        "collectives": collective_counts(group),
+        "states": [state.hook_name for state, its_group in exchange.hook_states.items() if its_group() is group],
+    }
+
+
+def _share_states_in_hook(
+    exchange: Exchange, group: dist.ProcessGroup, hooks_by_rank: Sequence[Sequence[str]], source: int
+) -> None:
+    """Share the states that a user's hook passes to gradwire's hooks on ``group``. A collective call of its ranks.
+
+    A state that some ranks have not used yet is left to the handshake.
+
+    Args:
+        exchange: has the states.
+        group: the process group.
+        hooks_by_rank: hook names of these states on each rank, in order of their first use.
+        source: the rank in the default group whose states all take; the group's first rank if it is not in the group.
+    """
+    states = [state for state, its_group in exchange.hook_states.items() if its_group() is group]
+    ranks = dist.get_process_group_ranks(group)
+    first = ranks.index(source) if source in ranks else 0
+    for state, names in zip(states, zip(*hooks_by_rank, strict=False), strict=False):
+        if len(set(names)) == 1:
+            transport = connections_of(group).transport(CALL, exchange.device)
+            share_hook_state(state, transport, first, group.rank(), exchange.device)
 
 
 def begin_together(connections: Connections) -> None:

@@ -220,7 +220,7 @@ class Reducer:
 
     def _start_exchange(self) -> None:
         try:
-            self.exchange.begin_backward(self)
+            self.exchange.begin_backward(self, self.hook.has_groups)
             self._divisor = n_live = self.exchange.process_group.size()
             if self._live_ranks is not None and (self._divides_by_live_ranks or self.drift is not None):
                 self._live_ranks.wait()
@@ -279,7 +279,8 @@ class Reducer:
             if torch.is_grad_enabled():
                 warnings.warn(errors.CREATE_GRAPH, stacklevel=2)
             with profiler_range(f"gradwire::launch bucket {index}"), torch.no_grad():
-                bucket.process_group, bucket.hook_has_groups = self.exchange.process_group, self.hook.has_groups
+                bucket.process_group = self.exchange.process_group
+                bucket.note_use = self.exchange.note_use if self.hook.has_groups else None
                 bucket.divisor = self._divisor
                 is_used = self._used.local
                 unused = [k for k, i in enumerate(bucket.members) if not is_used[i]] if self._may_leave_out else []
@@ -320,6 +321,7 @@ class Reducer:
             self._leave_after(error, "the end of the backward pass")
             raise
         connections.end_exchange(self)
+        self.exchange.note_groups()
         for bucket in self.buckets:
             bucket.release()
         backward.futures.clear()

@@ -33,7 +33,7 @@ class ShardBucket:
     """
 
     zero_copy = True
-    hook_has_groups = False
+    note_use = None
 
     def __init__(
         self,
