@@ -184,7 +184,10 @@ class AdaptedDDP(nn.parallel.DistributedDataParallel):
             for tensor in torch_internals.tensors_in(output):  # PyTorch's search skips dataclasses
                 if tensor.grad_fn is not None:
                     tensor.register_hook(self._delay_reduction)
-        return super()._post_forward(output)  # type: ignore[no-untyped-call]
+        output = super()._post_forward(output)  # type: ignore[no-untyped-call]
+        if torch.is_grad_enabled() and self.require_backward_grad_sync:
+            self.reducer.watch_outputs(output)
+        return output
 
     # Mixed precision.
 

@@ -17,6 +17,7 @@ from torch.futures import Future
 from torch.utils.hooks import RemovableHandle
 
 from gradwire.comm import GroupTransport, connections
+from gradwire.comm.store_collectives import format_ranks, gather_json
 from gradwire.comm.torch_internals import all_groups, collective_counts
 from gradwire.comm.transport import clear_frames
 from gradwire.hooks.hook_state import HookState
@@ -71,6 +72,16 @@ class Exchange:
     def restart(self) -> None:
         """Reset the counts of forwards and backwards, on which all ranks have agreed."""
         self._n_forwards = self._n_backwards = 0  # synchronized ones
+        self._n_before = 0  # forwards before that of the first backward
+        self._awaited = 0  # the number of the latest backward in which this rank has waited for others
+
+    @property
+    def n_passes(self) -> int:
+        """Number of synchronized forwards, which must be equal on all ranks in every backward.
+
+        The first one that counts is that of the first backward: one rank alone may look at its model before.
+        """
+        return self._n_forwards - self._n_before
 
     def connect(self) -> connections.Connections:
         """Find gradwire's connections on the process group; raises RuntimeError if it was destroyed."""
@@ -93,9 +104,34 @@ class Exchange:
         ``has_groups``: whether a user's hook runs in it.
         """
         self.connections.begin_exchange(user, self._thread)
+        if self._n_backwards == 0:
+            self._n_before = self._n_forwards - 1
         self._n_backwards += 1
         if has_groups:
             self._counts = {group: collective_counts(group) for group in all_groups()}
+
+    def count_shadow(self) -> None:
+        """In `join`: count the forward and the backward of the other ranks, which this one takes part in."""
+        self._n_forwards += 1
+        self._n_backwards += 1
+
+    def agree_to_reduce_again(self) -> None:
+        """Compare the counts of passes before a further reduction for one forward. A collective call.
+
+        It goes through the store, because a rank that is elsewhere would match the collectives with others.
+
+        Raises:
+            RuntimeError: another rank is in another forward or backward; raised on every rank.
+        """
+        if self.process_group.size() == 1:
+            return
+        here = self.n_passes, self._n_backwards
+        self.connections.announce(f"again/{self._number}", json.dumps([dist.get_rank(self.process_group), *here]))
+        purpose = "A further backward pass of a synchronized forward pass"
+        forwards, backwards = zip(*gather_json(self.process_group, purpose, here, self.check_in_step), strict=True)
+        problem = errors.out_of_step(dict(enumerate(forwards)), dict(enumerate(backwards)))
+        if problem is not None:
+            raise RuntimeError(problem)
 
     def note_use(self, settings: object, group: dist.ProcessGroup) -> None:
         """Note that a user's hook calls one of gradwire's with these settings on ``group``."""
@@ -133,13 +169,29 @@ class Exchange:
         self.connections.check_peers()
 
     def check_in_step(self) -> None:
-        """While a backward waits for other ranks: raise RuntimeError if one has left, or has skipped this backward."""
-        self.connections.check_peers()
-        text = self.connections.announced(f"forward/{self._number}")
-        if text is not None:
+        """While a backward waits for other ranks: tell them so; raise RuntimeError if one has left, or is elsewhere."""
+        connections, number = self.connections, self._number
+        connections.check_peers()
+        if self._awaited != self._n_backwards:
+            self._awaited = self._n_backwards
+            connections.announce(f"backward/{number}/{self.process_group.rank()}", str(self._n_backwards))
+        if (text := connections.announced(f"forward/{number}")) is not None:
             rank, forwards, backwards = json.loads(text)
             if forwards > self._n_forwards and backwards < self._n_backwards:
                 raise RuntimeError(errors.BACKWARD_SKIPPED.format(rank=rank))
+        if (text := connections.announced(f"again/{number}")) is not None:
+            rank, forwards, backwards = json.loads(text)
+            if backwards == self._n_backwards and forwards != self.n_passes:
+                here = dist.get_rank(self.process_group)
+                raise RuntimeError(errors.out_of_step({rank: forwards, here: self.n_passes}))
+
+    def late_ranks(self) -> str | None:
+        """The error of ranks that have not come to the backward in which this rank waits; None if there are none."""
+        if self._awaited == 0 or self._awaited != self._n_backwards:
+            return None
+        told = [self.connections.announced(f"backward/{self._number}/{k}") for k in range(self.process_group.size())]
+        late = [rank for rank, text in enumerate(told) if text is None or int(text) < self._n_backwards]
+        return errors.RANKS_LATE.format(who=format_ranks(late), number=self._n_backwards) if late else None
 
 
 class Phase(Enum):
@@ -148,6 +200,7 @@ class Phase(Enum):
     PREPARED = "no gradient is ready yet"
     REDUCING = "gradients are ready, and buckets are launched once they are complete"
     DONE = "all results are in the gradients, or the backward was discarded"
+    AGAIN = "gradients of a further backward of a synchronized forward come in; its end reduces all buckets"
 
 
 class Backward:
@@ -155,10 +208,17 @@ class Backward:
 
     A gradient is *ready* once autograd adds nothing more to it. A bucket is *complete* once all its gradients are
     ready. It is *launched* once it and all buckets before it are complete.
+
+    Args:
+        buckets: the buckets.
+        n_parameters: number of parameters.
+        phase: the first phase.
+        may_leave_out: whether parameters may stay without a gradient: the ranks then exchange which have one.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], n_parameters: int, phase: Phase) -> None:
-        self.phase = phase
+    def __init__(self, buckets: Sequence[Bucket], n_parameters: int, phase: Phase, may_leave_out: bool) -> None:
+        self.phase, self.may_leave_out = phase, may_leave_out
+        self.is_again = phase is Phase.AGAIN  # whether it is not the first of its forward
         self.ready = bytearray(n_parameters)  # 1 for each parameter whose gradient is ready
         self.ready_order: list[int] = []  # of parameters, as autograd completed their gradients; without unused ones
         self.n_pending = [len(bucket.members) for bucket in buckets]  # gradients that each bucket still waits for

@@ -69,6 +69,7 @@ class DDPReducer(Reducer):
         self._check_not_cast([0])
         if self.watch is not None and (name := self.watch.find_unknown()) is not None:
             self._fail_and_raise(errors.PARAMETER_UNKNOWN.format(name=name))
+        self._is_in_join = False
         self.exchange.begin_forward()
         self.times.begin_forward()
 
@@ -126,6 +127,9 @@ class DDPReducer(Reducer):
 
     def _check_reducer_finalized(self) -> None:
         """Raise RuntimeError if the last backward left buckets incomplete."""
+        if self._backward.phase is Phase.AGAIN:
+            self._fail("a further backward pass of a synchronized forward pass raised an exception")
+            self.exchange.connections.check()
         if self._backward.phase is not Phase.REDUCING:
             return
         for index in self._autograd_hooks.recorded:  # parameters of buckets that never became complete
@@ -136,6 +140,13 @@ class DDPReducer(Reducer):
             self._fail_and_raise(errors.NOT_FINALIZED)
         self._fail("the backward pass raised an exception after all buckets were launched")
         self.exchange.connections.check()
+
+    @torch_internals.not_compiled
+    def watch_outputs(self, output: object) -> None:
+        """Call `_on_output` in every backward through the tensors in the output of a synchronized forward."""
+        for tensor in torch_internals.tensors_in(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(self._output_hook)
 
     def share(self, wrapper: object, parameters: Collection[int]) -> None:
         """Copy the gradients of parameters, by ids, that another living wrapper uses in the same backward, too."""
@@ -180,12 +191,7 @@ class DDPReducer(Reducer):
         self.static_calls = self._backward.calls
         self._unused = [index for index, calls in enumerate(self.static_calls) if calls == 0]
         self._check_not_cast(self._unused)
-        self._start_exchange()
-        with self._lock:
-            for index in range(len(self.parameters)):
-                self._mark_ready(index)
-        if not self.is_finalized_by_caller:
-            self._finalize()
+        self._reduce_all()
 
     def _ddp_graph_static(self) -> bool:
         """Whether every backward so far has left out the same parameters."""
@@ -223,8 +229,10 @@ class DDPReducer(Reducer):
     def _set_forward_pass_work_handle(self, work: dist.Work, use_static_world_size: bool) -> None:
         """Divide by the rank count that ``work`` sums, or by the world size if that is static."""
         self._live_ranks, self._divides_by_live_ranks = work, not use_static_world_size
+        self._is_in_join = True
 
     def _get_zeros_like_grad_buckets(self) -> list[Bucket]:
+        self.exchange.count_shadow()
         buckets: list[Bucket] = [bucket.with_zeros(self.hook.is_zero_copy) for bucket in self.buckets]
         for bucket in buckets:
             bucket.process_group = self.exchange.process_group

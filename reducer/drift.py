@@ -19,6 +19,7 @@ from gradwire.reducer import errors, torch_internals
 
 WORDS_AT_ONCE = 1 << 19  # a checksum takes up to 16 bytes of temporary memory for each of them
 HOOK_STATE = "hook state"
+PASSES = "synchronized forward passes"
 _ODD = 0x1E3779B97F4A7C15  # so that the two parts of a checksum do not cancel
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -81,16 +82,17 @@ class DriftCheck:
         """Note the buffers for the next backward, if it compares: the forward will change them on each rank."""
         self._buffers = {f"buffer {name}": checksum(each) for name, each in buffers.items()} if self._is_due else {}
 
-    def begin(self, hook_state: object, transport: GroupTransport, device: torch.device) -> None:
+    def begin(self, hook_state: object, n_passes: int, transport: GroupTransport, device: torch.device) -> None:
         """Count a backward, and start the comparison if it is due. A collective call.
 
-        A backward that is captured in a CUDA graph only counts.
+        A backward that is captured in a CUDA graph only counts. ``n_passes``: `Exchange.n_passes`, compared too.
         """
         is_due = self._is_due
         self._n_backwards += 1
         if not is_due or is_capturing(device):
             return
         sums = {name: checksum(tensor) for name, tensor in self._tensors().items()} | self._buffers
+        sums[PASSES] = torch.tensor(n_passes)
         self._sums = {name: each.to(device) for name, each in sums.items()}
         self._state_sums = {}
         if isinstance(hook_state, HookState):
@@ -121,13 +123,17 @@ class DriftCheck:
         differs = dict(zip(self._sums, (largest != ~smallest).tolist(), strict=True))
         if not any(differs.values()):
             return
+        if differs[PASSES]:
+            counts = gather_json(group, "check_every: passes", self._sums[PASSES].item(), check)
+            raise RuntimeError(errors.out_of_step(dict(enumerate(counts))))
         mine = {name: each for name, each in self._sums.items() if differs[name]}
         if mine.pop(HOOK_STATE, None) is not None:
             mine |= {f"{HOOK_STATE}, {name}": each for name, each in self._state_sums.items()}
         shown = {name: f"checksum {each.item():x}" for name, each in list(mine.items())[: MAX_SHOWN + 1]}
         by_rank = gather_json(group, "check_every", shown, check)
         lines = format_differences(by_rank, range(group.size()))
-        raise RuntimeError(errors.DRIFT.format(n=sum(differs.values()), total=len(differs), lines=lines))
+        total = len(differs) - 1  # without PASSES
+        raise RuntimeError(errors.DRIFT.format(n=sum(differs.values()), total=total, lines=lines))
 
 
 def _leaf_checksums(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:

@@ -62,24 +62,37 @@ class UsedParameters:
         self.local = bytearray(n_parameters)  # 1 for each parameter that has a gradient on this rank
         # Number of ranks that have a gradient for each parameter, as last exchanged.
         self.counts = torch.zeros(n_parameters, dtype=torch.int32, device=device)
+        self._passes = self.counts[:0]  # `Exchange.n_passes` of each rank, as last exchanged
         self._device = device
         self._wait: Callable[[], None] | None = None  # waits for the exchange in flight
         self._counts_on_host: list[int] | None = None  # `counts` after the exchange
 
-    def exchange(self, transport: GroupTransport) -> None:
-        """Start to sum `local` over the ranks. A collective call; `used_anywhere` waits for it."""
-        self.counts = upload(list(self.local), self._device).to(torch.int32)
-        (work,) = transport.start(transport.all_reduce(self.counts))
+    def exchange(self, transport: GroupTransport, n_passes: int = 0) -> None:
+        """Start to sum `local` over the ranks, and to share ``n_passes``. A collective call; `used_anywhere` waits for
+        it.
+
+        ``n_passes``: `Exchange.n_passes`; 0 on a rank that has joined.
+        """
+        passes = [n_passes if rank == transport.rank else 0 for rank in range(transport.world_size)]
+        message = upload([*self.local, *passes], self._device).to(torch.int32)
+        self.counts, self._passes = message.split([len(self.local), len(passes)])
+        (work,) = transport.start(transport.all_reduce(message))
         self._wait = partial(transport.wait, work)
         self._counts_on_host = None
+
+    def check_passes(self) -> None:
+        """Wait for the exchange; RuntimeError if the ranks have made different numbers of passes."""
+        assert self._wait is not None
+        self._wait()
+        if (problem := errors.out_of_step(dict(enumerate(self._passes.tolist())))) is not None:
+            raise RuntimeError(problem)
 
     def used_anywhere(self, index: int) -> bool:
         """Whether any rank has a gradient for a parameter. Waits for the exchange only if this rank has none."""
         if self.local[index]:
             return True
         if self._counts_on_host is None:
-            assert self._wait is not None
-            self._wait()
+            self.check_passes()
             self._counts_on_host = self.counts.tolist()
         return self._counts_on_host[index] > 0
 

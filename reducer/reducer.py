@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
 from typing import Any, NamedTuple, NoReturn, cast
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -57,6 +57,10 @@ class Reducer:
     reduced at its end; later, a gradient is ready after as many calls. After the first synchronized backward,
     `DDPReducer._rebuild_buckets` sorts the parameters by the order in which their gradients became ready on rank 0.
 
+    A further backward of a synchronized forward, such as the second of two forwards and two backwards, adds its
+    gradients to the means. At its end, once all ranks have agreed that they are in it, all buckets are reduced again.
+    `_on_output` notices it: the hook of an output of a synchronized forward runs, and no reduction is prepared.
+
     A step that fails is discarded: this rank leaves the exchange, see `Exchange`.
 
     Args:
@@ -83,24 +87,27 @@ class Reducer:
         self.find_unused_parameters = find_unused_parameters
         self.skip_unused = skip_unused
         self.static_graph = False
-        self._may_leave_out = find_unused_parameters  # whether a backward may leave parameters without a gradient
+        self._may_leave_out = find_unused_parameters  # whether the first backward of a forward may do so
         self.drift: DriftCheck | None = None  # with ``check_every``
         self.is_finalized_by_caller = False  # whether `finalize_backward` ends a backward
         self._runs_optimizers = False  # whether it steps the optimizers of apply_optimizer_in_backward
         self._upcast_stream: torch.Stream | None = None  # with mixed precision: PyTorch's hook casts gradients on it
         self._lock = threading.Lock()  # held while gradients are marked ready, in any of autograd's threads
+        self._is_in_join = False  # whether the latest forward was in `join`
         self.forward_is_running = False
         self._forget_forward()
         self._divisor = 1  # divisor of sums: the world size; in `join`, the number of ranks with inputs left
         self.static_calls: list[int] | None = None  # per autograd hook, in the first backward of a static graph
         self._unused: list[int] = []  # parameters without a gradient in the last backward, or in a static graph
         self._used = UsedParameters(len(self.parameters), exchange.device)
+        self._used_before = self._used  # during a further backward: what `_used` was before
         self._incoming: Tensor | None = None  # the gradient whose autograd hook runs
         self.error: str | None = None  # the last one, for the logging data
         self.times = StepTimes(exchange.device)
         # The parameters that other wrappers reduce too, by index.
-        self._shared_with: WeakKeyDictionary[object, list[int]] = WeakKeyDictionary()
+        self._shared_with: weakref.WeakKeyDictionary[object, list[int]] = weakref.WeakKeyDictionary()
         self._autograd_hooks = AutogradHooks(self.parameters, self._on_gradients)
+        self._output_hook = _make_output_hook(weakref.WeakMethod(self._on_output))
         self._set_buckets(assign_first_buckets(options))
 
     def _set_buckets(self, assignment: Assignment) -> None:
@@ -113,7 +120,8 @@ class Reducer:
         for bucket in self.buckets:
             bucket.release()
         self._autograd_hooks.reset()
-        self._backward = Backward(self.buckets, len(self.parameters), phase)
+        self._is_through_outputs = False  # whether a further backward of a synchronized forward runs
+        self._backward = Backward(self.buckets, len(self.parameters), phase, self._may_leave_out)
 
     def _forget_forward(self) -> None:
         """Drop what forwards have set for the next reduction."""
@@ -138,11 +146,13 @@ class Reducer:
         raised_in = error.__traceback__
         message = f"{type(error).__name__} in {during}: {error}"
         is_consequence = type(error) in (RuntimeError, dist.DistBackendError, dist.DistNetworkError)
-        elsewhere = self._fail(message, is_of_peer=is_consequence and "gloo" in message)
+        is_of_peer = is_consequence and "gloo" in message
+        late = self.exchange.late_ranks() if is_of_peer else None
+        cause = self._fail(message, is_of_peer) or late
         error.with_traceback(raised_in)  # without the frames that ask a failed future for its value
-        is_included = elsewhere is None or str(error) in elsewhere or elsewhere in str(error)
+        is_included = cause is None or str(error) in cause or cause in str(error)
         if is_consequence and not is_included:
-            raise RuntimeError(f"{elsewhere}\n{ADVICE}\nOn this rank: {message}") from error
+            raise RuntimeError(f"{cause}\n{ADVICE}\nOn this rank: {message}") from error
 
     def _fail(self, cause: str, is_of_peer: bool = False) -> str | None:
         """Leave the exchange and discard this step. Returns the error of another rank that left before this one."""
@@ -179,9 +189,14 @@ class Reducer:
                 taken = hooks.recorded[:]
                 del hooks.recorded[: len(taken)]  # other threads may append meanwhile
                 for index in taken:
-                    if tracks_usage and self.parameters[index].grad is not None:
-                        self._used.local[index] = 1  # also in no_sync, whose gradients the next reduction includes
+                    if self._backward.phase is Phase.DONE and self._is_through_outputs:
+                        self._begin_again()
                     backward = self._backward
+                    is_again = backward.phase is Phase.AGAIN
+                    if (tracks_usage or is_again) and self.parameters[index].grad is not None:
+                        self._used.local[index] = 1  # also in no_sync, whose gradients the next reduction includes
+                    if is_again:
+                        continue
                     if backward.phase is Phase.DONE or (self.static_graph and not self._is_last_call(index)):
                         continue
                     if backward.phase is Phase.PREPARED:
@@ -210,6 +225,36 @@ class Reducer:
             raise RuntimeError(f"{message}\n{ADVICE}")
         return calls[index] == expected
 
+    def _on_output(self) -> None:
+        """A backward runs through an output of a synchronized forward."""
+        if self._backward.phase is Phase.DONE and not self._is_through_outputs:
+            self._is_through_outputs = True
+            queue_callback(self._end_of_further_backward)
+
+    def _begin_again(self) -> None:
+        """The first gradient of a further backward has come in."""
+        feature = "mixed_precision" if self._upcast_stream is not None else "join()" if self._is_in_join else None
+        if feature is not None:
+            self._fail_and_raise(errors.CANNOT_REDUCE_AGAIN.format(feature=feature))
+        order = self._backward.ready_order
+        self._backward = Backward(self.buckets, len(self.parameters), Phase.AGAIN, may_leave_out=True)
+        self._backward.ready_order = order  # for the rebuild of the buckets
+        self._used_before, self._used = self._used, UsedParameters(len(self.parameters), self.exchange.device)
+
+    def _end_of_further_backward(self) -> None:
+        self._is_through_outputs = False
+        if self._backward.phase is Phase.AGAIN:  # not if only gradients of inputs were computed
+            self._reduce_all()
+
+    def _reduce_all(self) -> None:
+        """Reduce all buckets at the end of a backward."""
+        self._start_exchange()
+        with self._lock:
+            for index in range(len(self.parameters)):
+                self._mark_ready(index)
+        if not self.is_finalized_by_caller:
+            self._finalize()
+
     def _begin_reduction(self, first: int) -> None:
         """Begin the reduction at the first ready gradient; count unused parameters as ready."""
         self._start_exchange()
@@ -221,6 +266,8 @@ class Reducer:
     def _start_exchange(self) -> None:
         try:
             self.exchange.begin_backward(self, self.hook.has_groups)
+            if self._backward.is_again:
+                self.exchange.agree_to_reduce_again()
             self._divisor = n_live = self.exchange.process_group.size()
             if self._live_ranks is not None and (self._divides_by_live_ranks or self.drift is not None):
                 self._live_ranks.wait()
@@ -228,7 +275,8 @@ class Reducer:
                 if self._divides_by_live_ranks:
                     self._divisor = n_live
             if self.drift is not None and n_live == self.exchange.process_group.size():
-                self.drift.begin(self.hook.state, self.exchange.transport, self.exchange.device)
+                exchange = self.exchange
+                self.drift.begin(self.hook.state, exchange.n_passes, exchange.transport, exchange.device)
         except BaseException as error:
             self._leave_after(error, "the backward pass")
             raise
@@ -239,7 +287,7 @@ class Reducer:
                 bucket.is_last_launched = bucket in launched[-1:]
 
     def _is_skipped(self, bucket: Bucket) -> bool:
-        return set(bucket.members) <= set(self._unused)
+        return not self._backward.is_again and set(bucket.members) <= set(self._unused)
 
     def _mark_ready(self, index: int) -> None:
         """Mark a gradient ready, and launch the buckets that are complete now."""
@@ -257,8 +305,8 @@ class Reducer:
             if not (self.skip_unused and self._is_skipped(bucket)):
                 self._launch(bucket)
             backward.n_launched += 1
-            if self._may_leave_out and backward.n_launched == len(buckets):
-                self._used.exchange(self.exchange.transport)
+            if backward.may_leave_out and backward.n_launched == len(buckets):
+                self._used.exchange(self.exchange.transport, self.exchange.n_passes)
 
     def _unfinished(self) -> str:
         return errors.unfinished(
@@ -283,7 +331,8 @@ class Reducer:
                 bucket.note_use = self.exchange.note_use if self.hook.has_groups else None
                 bucket.divisor = self._divisor
                 is_used = self._used.local
-                unused = [k for k, i in enumerate(bucket.members) if not is_used[i]] if self._may_leave_out else []
+                may_leave_out = self._backward.may_leave_out
+                unused = [k for k, i in enumerate(bucket.members) if not is_used[i]] if may_leave_out else []
                 shared = set(chain.from_iterable(self._shared_with.values())) if self._shared_with else ()
                 positions = [k for k, i in enumerate(bucket.members) if i in shared] if shared else []
                 bucket.collect(self.hook.is_zero_copy, unused, positions, self._incoming)
@@ -312,6 +361,8 @@ class Reducer:
                 connections.finish()
                 if self.drift is not None:  # before optimizers in the backward step
                     self.drift.finish(self.exchange.process_group, connections.check_peers)
+                if backward.may_leave_out and not self.exchange.has_streams:  # on a GPU, the host would wait
+                    self._used.check_passes()
                 for index, bucket in enumerate(self.buckets):
                     if backward.futures[index] is not None:
                         self._finish(index, bucket, scale)
@@ -328,7 +379,10 @@ class Reducer:
         self.times.record("backward_comm_time_end")
         if self._live_ranks is not None or self._post_backward_futures:
             self._forget_forward()
-        if self._may_leave_out and not self.static_graph:  # with a static graph, found in its first backward
+        if backward.is_again:
+            self._used.clear()
+            self._used = self._used_before
+        elif backward.may_leave_out and not self.static_graph:  # with a static graph, found in its first backward
             self._used.clear()
 
     def _finish(self, index: int, bucket: Bucket, scale: float) -> None:
@@ -341,6 +395,16 @@ class Reducer:
         if self._runs_optimizers:
             futures[index] = None  # applied: must not return to the error memory if a later bucket fails
             _run_optimizers(bucket.parameters())
+
+
+def _make_output_hook(notify: weakref.WeakMethod[Callable[[], None]]) -> Callable[[Tensor], None]:
+    """A hook of a forward's outputs, which must not keep the reducer alive: nothing collects cycles through C++."""
+
+    def hook(_: Tensor) -> None:
+        if (method := notify()) is not None:
+            method()
+
+    return hook
 
 
 def default_reduction(exchange: Exchange, bucket: Bucket) -> Future[Tensor]:
