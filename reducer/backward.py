@@ -62,12 +62,12 @@ class Exchange:
         # Collectives issued on each process group before the current backward, if a user's hook runs in it.
         self._counts: dict[dist.ProcessGroup, list[int]] = {}
         self.update_process_group(process_group)
-        self.restart()
 
     def update_process_group(self, process_group: dist.ProcessGroup) -> None:
         """Exchange with other ranks from now on."""
         self.process_group = process_group
         self._number = self.connect().new_user()
+        self.restart()
 
     def restart(self) -> None:
         """Reset the counts of forwards and backwards, on which all ranks have agreed."""

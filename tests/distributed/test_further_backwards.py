@@ -10,7 +10,7 @@ from torch import nn
 from gradwire.hooks import quantization_hooks
 from tests.support.bits import assert_same_on_all_ranks
 from tests.support.ranks import from_all_ranks, on_ranks
-from tests.support.training import SMALLEST, error_of, gradients, own_batches, wrapped
+from tests.support.training import SMALLEST, Fault, error_of, gradients, own_batches, wrapped
 
 
 class TwoHeads(nn.Module):
