@@ -30,6 +30,12 @@ THREAD_NAME = "gradwire store"
 WARN_AFTER = timedelta(seconds=20)  # a rank that has waited this long logs which ranks are missing
 MAX_SHOWN = 12  # largest number of differences between ranks that an error lists
 
+OUT_OF_STEP = (
+    "The ranks are out of step; {counts}. A rank has skipped a backward pass, or has made a forward or backward pass "
+    "alone. This step would average gradients of different batches. Make the same forward and backward passes on every "
+    "rank; passes of one rank alone belong into torch.no_grad() or no_sync(), or use model.module."
+)
+
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -235,6 +241,20 @@ def check_collectives(counts: Sequence[Sequence[int]], which: str = "itself") ->
             "The missing collectives leave it stuck, and gradwire can replace only groups that it created. Restart "
             "the job from a checkpoint, or destroy the process group on every rank and initialize a new one."
         )
+
+
+def out_of_step(n_forwards: Sequence[int], n_backwards: Sequence[int] = ()) -> str | None:
+    """The error of ranks that have made different numbers of synchronized passes; None if they agree.
+
+    The counts are by rank. A rank without a forward pass is not compared: it has joined, or is not known.
+    """
+    shown = []
+    for kind, counts in ("forward", n_forwards), ("backward", n_backwards):
+        known = {rank: count for rank, count in enumerate(counts) if count > 0}
+        if len(set(known.values())) > 1:
+            by_rank = [f"{count} on rank {rank}" for rank, count in known.items()][:MAX_SHOWN]
+            shown.append(f"synchronized {kind} passes: {', '.join(by_rank)}")
+    return OUT_OF_STEP.format(counts="; ".join(shown)) if shown else None
 
 
 def format_by_rank(values: Sequence[Any]) -> str:

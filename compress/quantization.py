@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from gradwire.comm.executor import Workspace
+from gradwire.comm.store_collectives import out_of_step
 from gradwire.comm.transport import Transport
 from gradwire.compress._validation import check_memory_shape
 from gradwire.kernels import (
@@ -131,7 +132,11 @@ async def two_shots(step: QuantizedStep, scale: float, transport: Transport) -> 
             pending=each.pending,
             rounding=step.first_rounding,
         )
+    if step.message.device.type == "cpu":
+        _passes_in(step.message).fill_(transport.n_passes)
     await transport.all_to_all(step.received, step.message)
+    if transport.n_passes > 0 and (problem := out_of_step(_passes_in(step.received)[0].tolist())) is not None:
+        raise RuntimeError(problem)
     # Second shot (algorithm 1, server; here every rank serves one shard). The sum is in rank order, not in order of
     # arrival, which would change its last bits. Quantizing it again has a residual of its own, E2.
     for each in step.sections:
@@ -145,6 +150,11 @@ async def two_shots(step: QuantizedStep, scale: float, transport: Transport) -> 
             rounding=step.second_rounding,
         )
     await transport.all_gather(step.message, step.result)
+
+
+def _passes_in(message: Tensor) -> Tensor:
+    """The numbers of forward passes in the headers of a message's cells: int32 [pieces, n]."""
+    return message.view(torch.int32)[..., 1]
 
 
 class SectionTensors(NamedTuple):

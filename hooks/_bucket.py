@@ -66,6 +66,7 @@ class GradwireBucket(Protocol):
     process_group: dist.ProcessGroup | None
     # With a user's hook: called with the settings and the process group of each of gradwire's hooks that it calls.
     note_use: Callable[[Any, dist.ProcessGroup], None] | None
+    n_passes: int  # number of synchronized forwards of the model; 0 if it must not be compared
     model_parameters: Sequence[torch.Tensor]
     device: torch.device
     zero_copy: bool  # whether `source` and `target` may be used; else the bucket is a flat buffer
@@ -157,6 +158,7 @@ def reduce_bucket(
     work = None if is_sparse(bucket) else bucket_work(bucket, _tables_of.setdefault(transport, {}), layout)
     result = bucket.buffer() if work is None else work.result
     is_on_pytorchs_ddp = not hasattr(bucket, "model_parameters")
+    n_passes = getattr(bucket, "n_passes", 0) if device.type == "cpu" else 0  # on a GPU, the host would have to wait
 
     # Not in the task: `sample` calls the user's report, which must run in the training thread.
     sample = recorder.sample(index) if recorder is not None and not is_capturing(device) else None
@@ -165,6 +167,7 @@ def reduce_bucket(
         if index == 0:
             for each in workspaces:
                 each.start_step()
+        transport.n_passes = n_passes
         steps: Algorithm[Any]
         if work is None:
             steps = sparse_all_reduce(result, transport, divisor or transport.world_size)

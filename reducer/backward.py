@@ -17,7 +17,7 @@ from torch.futures import Future
 from torch.utils.hooks import RemovableHandle
 
 from gradwire.comm import GroupTransport, connections
-from gradwire.comm.store_collectives import format_ranks, gather_json
+from gradwire.comm.store_collectives import format_ranks, gather_json, out_of_step
 from gradwire.comm.torch_internals import all_groups, collective_counts
 from gradwire.comm.transport import clear_frames
 from gradwire.hooks.hook_state import HookState
@@ -129,7 +129,7 @@ class Exchange:
         self.connections.announce(f"again/{self._number}", json.dumps([dist.get_rank(self.process_group), *here]))
         purpose = "A further backward pass of a synchronized forward pass"
         forwards, backwards = zip(*gather_json(self.process_group, purpose, here, self.check_in_step), strict=True)
-        problem = errors.out_of_step(dict(enumerate(forwards)), dict(enumerate(backwards)))
+        problem = out_of_step(forwards, backwards)
         if problem is not None:
             raise RuntimeError(problem)
 
@@ -182,8 +182,9 @@ class Exchange:
         if (text := connections.announced(f"again/{number}")) is not None:
             rank, forwards, backwards = json.loads(text)
             if backwards == self._n_backwards and forwards != self.n_passes:
-                here = dist.get_rank(self.process_group)
-                raise RuntimeError(errors.out_of_step({rank: forwards, here: self.n_passes}))
+                counts = [0] * self.process_group.size()
+                counts[rank], counts[self.process_group.rank()] = forwards, self.n_passes
+                raise RuntimeError(out_of_step(counts))
 
     def late_ranks(self) -> str | None:
         """The error of ranks that have not come to the backward in which this rank waits; None if there are none."""

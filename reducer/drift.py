@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.comm import GroupTransport
-from gradwire.comm.store_collectives import MAX_SHOWN, format_differences, gather_json
+from gradwire.comm.store_collectives import MAX_SHOWN, format_differences, gather_json, out_of_step
 from gradwire.hooks._handshake import digest
 from gradwire.hooks.hook_state import HookState
 from gradwire.kernels import as_real, is_capturing
@@ -125,7 +125,7 @@ class DriftCheck:
             return
         if differs[PASSES]:
             counts = gather_json(group, "check_every: passes", self._sums[PASSES].item(), check)
-            raise RuntimeError(errors.out_of_step(dict(enumerate(counts))))
+            raise RuntimeError(out_of_step(counts))
         mine = {name: each for name, each in self._sums.items() if differs[name]}
         if mine.pop(HOOK_STATE, None) is not None:
             mine |= {f"{HOOK_STATE}, {name}": each for name, each in self._state_sums.items()}

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
-from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from gradwire.comm.store_collectives import MAX_SHOWN
 from gradwire.hooks._bucket import GradBucket, check_process_group
 from gradwire.reducer import torch_internals
 
@@ -118,12 +116,6 @@ BACKWARD_SKIPPED = (
     "Rank {rank} skipped the backward pass that this rank is in and has begun its next forward pass, so each waits for "
     "the other. Its loss may have raised an exception. Call resynchronize() on every rank after a failed step."
 )
-# Some ranks have made a forward or a backward pass that others have not. `out_of_step` adds the counts.
-OUT_OF_STEP = (
-    "The ranks are out of step; {counts}. A rank has skipped a backward pass, or has made a forward or backward pass "
-    "alone. This step would average gradients of different batches. Make the same forward and backward passes on every "
-    "rank; passes of one rank alone belong into torch.no_grad() or no_sync(), or use model.module."
-)
 RANKS_LATE = (
     "This rank has waited in synchronized backward pass {number} of this model for {who}, until the process group's "
     "timeout. Make as many forward and backward passes on every rank, or use join() for uneven inputs."
@@ -171,19 +163,6 @@ RESULT_MISFIT = (
     "The communication hook returned {numel} elements for bucket {index}, which has {expected}. Return a tensor of the "
     "size of bucket.buffer()."
 )
-
-
-def out_of_step(n_forwards: Mapping[int, int], n_backwards: Mapping[int, int] = MappingProxyType({})) -> str | None:
-    """The error of ranks that have made different numbers of synchronized passes; None if they agree.
-
-    The counts are by rank. A rank without a forward pass takes no part: it has joined.
-    """
-    shown = []
-    for kind, counts in ("forward", n_forwards), ("backward", n_backwards):
-        if len({count for count in counts.values() if count > 0}) > 1:
-            each = [f"{count} on rank {rank}" for rank, count in counts.items()]
-            shown.append(f"synchronized {kind} passes: {some(each, MAX_SHOWN)}")
-    return OUT_OF_STEP.format(counts="; ".join(shown)) if shown else None
 
 
 def unfinished(
@@ -247,10 +226,10 @@ _SCALAR_TYPES = {
 }
 
 
-def some(names: Sequence[str], limit: int = 3) -> str:
-    """The first ``limit`` names of many."""
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
+def some(names: Sequence[str]) -> str:
+    """The first names of many."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
 
 
 def as_pytorch_names(name: str) -> str:

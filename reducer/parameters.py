@@ -17,6 +17,7 @@ from torch.nn.modules import module as modules
 from torch.profiler import record_function
 
 from gradwire.comm import GroupTransport
+from gradwire.comm.store_collectives import out_of_step
 from gradwire.hooks._bucket import live_wrappers
 from gradwire.kernels import upload
 from gradwire.reducer import errors, torch_internals
@@ -84,7 +85,7 @@ class UsedParameters:
         """Wait for the exchange; RuntimeError if the ranks have made different numbers of passes."""
         assert self._wait is not None
         self._wait()
-        if (problem := errors.out_of_step(dict(enumerate(self._passes.tolist())))) is not None:
+        if (problem := out_of_step(self._passes.tolist())) is not None:
             raise RuntimeError(problem)
 
     def used_anywhere(self, index: int) -> bool:

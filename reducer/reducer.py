@@ -146,9 +146,9 @@ class Reducer:
         raised_in = error.__traceback__
         message = f"{type(error).__name__} in {during}: {error}"
         is_consequence = type(error) in (RuntimeError, dist.DistBackendError, dist.DistNetworkError)
-        is_of_peer = is_consequence and "gloo" in message
-        late = self.exchange.late_ranks() if is_of_peer else None
-        cause = self._fail(message, is_of_peer) or late
+        has_timed_out = is_consequence and any(words in message.lower() for words in ("timeout", "timed out"))
+        late = self.exchange.late_ranks() if has_timed_out else None
+        cause = self._fail(message, is_of_peer=is_consequence and "gloo" in message) or late
         error.with_traceback(raised_in)  # without the frames that ask a failed future for its value
         is_included = cause is None or str(error) in cause or cause in str(error)
         if is_consequence and not is_included:
@@ -327,7 +327,7 @@ class Reducer:
             if torch.is_grad_enabled():
                 warnings.warn(errors.CREATE_GRAPH, stacklevel=2)
             with profiler_range(f"gradwire::launch bucket {index}"), torch.no_grad():
-                bucket.process_group = self.exchange.process_group
+                bucket.process_group, bucket.n_passes = self.exchange.process_group, self.exchange.n_passes
                 bucket.note_use = self.exchange.note_use if self.hook.has_groups else None
                 bucket.divisor = self._divisor
                 is_used = self._used.local
