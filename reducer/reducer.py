@@ -148,7 +148,9 @@ class Reducer:
         is_consequence = type(error) in (RuntimeError, dist.DistBackendError, dist.DistNetworkError)
         has_timed_out = is_consequence and any(words in message.lower() for words in ("timeout", "timed out"))
         late = self.exchange.late_ranks() if has_timed_out else None
-        cause = self._fail(message, is_of_peer=is_consequence and "gloo" in message) or late
+        told = message if late is None else f"{late} {message}"
+        elsewhere = self._fail(told, is_of_peer=is_consequence and "gloo" in message)
+        cause = late or elsewhere
         error.with_traceback(raised_in)  # without the frames that ask a failed future for its value
         is_included = cause is None or str(error) in cause or cause in str(error)
         if is_consequence and not is_included:

@@ -188,15 +188,11 @@ def evaluating_between_steps(ddp, batch, _):
     ddp(*batch()).backward()
 
 
-def several_backwards(ddp, batch, step):
-    """Two forwards under one backward, and one forward under two: the second backward of a forward stays local."""
+def two_forwards(ddp, batch, step):
+    """Two forwards under one backward, which is the only kind of several passes that PyTorch averages."""
     if step % 2 == 0:
         ddp.zero_grad()
-        (ddp(*batch()) + ddp(*batch())).backward()
-    else:
-        loss = ddp(*batch())
-        loss.backward(retain_graph=True)
-        loss.backward()
+    (ddp(*batch()) + ddp(*batch())).backward()
 
 
 def clipping_and_keeping_gradients(ddp, batch, _):
@@ -238,7 +234,7 @@ def run_loop(wrapper, loop, model, view, hook=None):
     ("loop", "model"),
     [
         (evaluating_between_steps, "conv"),
-        (several_backwards, "mlp"),
+        (two_forwards, "mlp"),
         (clipping_and_keeping_gradients, "conv"),
         (clearing_some_gradients, "mlp"),
         (under_autocast, "conv"),
