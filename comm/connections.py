@@ -22,7 +22,7 @@ import torch.distributed as dist
 from gradwire.comm.executor import EXIT_TIMEOUT_SECONDS, TWO_THREADS, Executor, WorkerExecutor
 from gradwire.comm.groups import duplicate_group, is_gloo_on_cpu
 from gradwire.comm.nodes import local_size, node_name
-from gradwire.comm.store_collectives import POLL_SECONDS, Notices, get_all, gradwire_store
+from gradwire.comm.store_collectives import POLL_SECONDS, Notices, collective_timeout, get_all, gradwire_store
 from gradwire.comm.stream_executor import StreamExecutor
 from gradwire.comm.torch_internals import (
     NO_BACKWARD,
@@ -63,14 +63,18 @@ class Connections:
         self._store = gradwire_store(group)
         self._notices = Notices(self._store)
         self._node_keys = [f"node/{rank}" for rank in range(group.size())]
-        self._store.set(self._node_keys[group.rank()], node_name())
-        self.generation = self._store.add(self._counter, 1)
+        self.generation = self._notices.require(self._begin, collective_timeout(group))
         self._executors: dict[torch.device, Executor] = {}
         self._transports: dict[str, GroupTransport] = {}
         # Users that exchange at present, with their thread and backward.
         self._in_use: weakref.WeakKeyDictionary[object, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._n_users = 0
         self._is_connecting = threading.Lock()
+
+    def _begin(self, store: Store) -> int:
+        """Tell this rank's node, and return the generation."""
+        store.set(self._node_keys[self.group.rank()], node_name())
+        return int(store.add(self._counter, 1))
 
     @property
     def _counter(self) -> str:
@@ -94,7 +98,9 @@ class Connections:
             is_on_streams = has_streams(device)
             transport = GroupTransport(self.group if is_on_streams else self._duplicate_group("first"))
             later = None if is_on_streams else self._duplicate_group("later")
-            transport.local_size = local_size(get_all(self._store, self._node_keys))
+            purpose = "The first exchange of gradients"
+            names = get_all(self.group, self._store, self._node_keys, purpose, self.check_peers)
+            transport.local_size = local_size(names)
             if later is None:
                 executor = StreamExecutor(transport, device)
             else:
@@ -229,7 +235,8 @@ class Connections:
     def renew(self, generation: int) -> None:
         """Start again with connections of a new generation, on which all ranks have agreed."""
         self._abandon()
-        self._store.add(self._counter, generation - self.generation)
+        n_further, counter = generation - self.generation, self._counter
+        self._notices.require(lambda store: store.add(counter, n_further), collective_timeout(self.group))
         self.generation = generation
         self.failure = None
 

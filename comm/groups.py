@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from gradwire.comm.store_collectives import DEFAULT_TIMEOUT, get_all, wait_for_ranks
+from gradwire.comm.store_collectives import DEFAULT_TIMEOUT, Notices, RanksMissing, collective_timeout, get_all
 from gradwire.comm.torch_internals import GlooGroup, PrefixStore, Store, device_timeouts, gloo_options
 
 DESTROY_SECONDS = 1.0  # longest wait for the end of a group whose connections are cut
@@ -117,30 +117,29 @@ def duplicate_group(group: dist.ProcessGroup, store: Store, key: str, check: Cal
     timeout = device_timeouts(group, DEFAULT_TIMEOUT)["cpu"]
     # Creating a gloo group blocks and cannot be interrupted, so the ranks meet in the store first. And they meet again
     # afterwards: a rank that closed its group at once would leave another one connecting until gloo's timeout.
-    _meet(group, store, f"{key}/begins", timeout, check)
+    _meet(group, store, f"{key}/begins", check)
     made = OwnGroup(PrefixStore(key, store), group.rank(), group.size(), timeout)
     own: list[dist.ProcessGroup] = [made]
     try:
-        keys = _meet(group, store, f"{key}/connected", timeout, check, str(made.own_round_trip()))
-        made.round_trip = max(map(float, get_all(store, keys)))
+        trips = _meet(group, store, f"{key}/connected", check, str(made.own_round_trip()))
+        made.round_trip = max(map(float, trips))
     except BaseException:
         destroy(own)
         raise
     return made
 
 
-def _meet(
-    group: dist.ProcessGroup, store: Store, key: str, timeout: timedelta, check: Callable[[], None], value: str = ""
-) -> list[str]:
-    """Wait until every rank has made the same call; return the keys of the values of all."""
+def _meet(group: dist.ProcessGroup, store: Store, key: str, check: Callable[[], None], value: str = "") -> list[str]:
+    """Wait until every rank has made the same call; return the values of all."""
     keys = [f"{key}/{rank}" for rank in range(group.size())]
-    store.set(keys[group.rank()], value)
-    if missing := wait_for_ranks(group, store, keys, timeout, check):
+    Notices(store).require(lambda store: store.set(keys[group.rank()], value), collective_timeout(group))
+    try:
+        return get_all(group, store, keys, "The exchange of gradients", check)
+    except RanksMissing as error:
         raise RuntimeError(
-            f"Ranks {missing} have not begun to exchange gradients within {timeout}, as this rank has. Use "
+            f"Ranks {error.ranks} have not begun to exchange gradients within {error.timeout}, as this rank has. Use "
             "the same model, wrapper and hook on every rank."
-        )
-    return keys
+        ) from error
 
 
 def destroy(last: list[dist.ProcessGroup]) -> None:

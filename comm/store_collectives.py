@@ -30,6 +30,10 @@ THREAD_NAME = "gradwire store"
 WARN_AFTER = timedelta(seconds=20)  # a rank that has waited this long logs which ranks are missing
 MAX_SHOWN = 12  # largest number of differences between ranks that an error lists
 
+NO_STORE = (
+    "Rank 0, which hosts the store of this process group, has ended or has given no answer within {seconds:.0f} "
+    "seconds. Restart the job from a checkpoint."
+)
 OUT_OF_STEP = (
     "The ranks are out of step; {counts}. A rank has skipped a backward pass, or has made a forward or backward pass "
     "alone. This step would average gradients of different batches. Make the same forward and backward passes on every "
@@ -46,7 +50,7 @@ class RanksMissing(RuntimeError):
     def __init__(self, purpose: str, ranks: list[int], timeout: timedelta) -> None:
         who = f"ranks {ranks} have not made it" if ranks else "some ranks have not made it"
         super().__init__(f"{purpose} is a collective call: {who} within {timeout}. Call it on every rank.")
-        self.ranks = ranks
+        self.ranks, self.timeout = ranks, timeout
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
@@ -68,42 +72,65 @@ def store_all_gather(
     group: dist.ProcessGroup,
     purpose: str,
     value: str,
-    timeout: timedelta = DEFAULT_TIMEOUT,
+    timeout: timedelta | None = None,
     check: Callable[[], None] = lambda: None,
+    hint: str = "",
 ) -> list[str]:
     """Return the value of every rank, a few kilobytes at most, in rank order. A collective call.
 
     The n-th call on one rank joins the n-th call for the same purpose on the others. The first rank that has seen all
     others, or has given up, decides the outcome for all; a rank that comes after a failed attempt joins the next one.
-    ``check`` is called every `POLL_SECONDS` while waiting and raises to end the wait.
+
+    Args:
+        group: the ranks.
+        purpose: names the call, in errors too.
+        value: this rank's value.
+        timeout: longest wait for the other ranks, and for an answer of the store; None for the group's timeout.
+        check: called every `POLL_SECONDS` while waiting; raises to end the wait.
+        hint: the likely cause of a long wait, for the warning.
 
     Raises:
         RanksMissing: some ranks did not call within ``timeout``; names them.
+        RuntimeError: the store gives no answer.
     """
-    store = PrefixStore("meet", gradwire_store(group))
-    attempt = ""
-    while not attempt or _has_failed(store, attempt):
-        attempt = f"{purpose}/{store.add(f'{purpose}/{group.rank()}', 1)}"
+    timeout = collective_timeout(group) if timeout is None else timeout
+    requests = Notices(PrefixStore("meet", gradwire_store(group)))
+
+    def join(store: Store) -> str:
+        attempt = ""
+        while not attempt or _has_failed(store, attempt):
+            attempt = f"{purpose}/{store.add(f'{purpose}/{group.rank()}', 1)}"
+        store.set(f"{attempt}/{group.rank()}", value)
+        return attempt
+
+    attempt = requests.require(join, timeout)
     keys = [f"{attempt}/{rank}" for rank in range(group.size())]
-    store.set(keys[group.rank()], value)
+
+    def decide(store: Store, outcome: str) -> list[str] | None:
+        """The values of all ranks if the first rank to decide has seen all; else None."""
+        decided = store.compare_set(f"{attempt}/outcome", "", outcome)
+        return _values(store, keys) if decided == b"met" else None
+
     try:
-        missing = wait_for_ranks(group, store, keys, min(timeout, WARN_AFTER), check)
+        missing = wait_for_ranks(group, requests, keys, min(timeout, WARN_AFTER), check)
         if missing and timeout > WARN_AFTER:
-            logger.warning("%s: still waiting for %s after %s.", purpose, format_ranks(missing), WARN_AFTER)
-            missing = wait_for_ranks(group, store, keys, timeout - WARN_AFTER, check)
+            text = "%s: still waiting for %s after %s.%s"
+            logger.warning(text, purpose, format_ranks(missing), WARN_AFTER, hint and f" {hint}")
+            missing = wait_for_ranks(group, requests, keys, timeout - WARN_AFTER, check)
     except BaseException:
-        _decide(store, attempt, "failed")
+        requests.tell(lambda store: decide(store, "failed"))
         raise
-    if _decide(store, attempt, "failed" if missing else "met") == "failed":
+    values = requests.require(lambda store: decide(store, "failed" if missing else "met"), timeout)
+    if values is None:
         raise RanksMissing(purpose, missing, timeout)
-    return get_all(store, keys)
+    return values
 
 
 def gather_json(
     group: dist.ProcessGroup, purpose: str, value: object, check: Callable[[], None] = lambda: None
 ) -> list[Any]:
     """Every rank's value, through the store. A collective call. ``check`` may raise to end the wait."""
-    texts = store_all_gather(group, purpose, json.dumps(value), collective_timeout(group), check)
+    texts = store_all_gather(group, purpose, json.dumps(value), check=check)
     return [json.loads(text) for text in texts]
 
 
@@ -128,6 +155,13 @@ class Notices:
     def ask(self, request: Callable[[Store], T], seconds: float = ANSWER_SECONDS) -> T | None:
         """The answer; None if the store refuses the request, or has no answer in time, or none to an earlier one."""
         return None if self.is_stuck else self._wait(self._start(request), seconds)
+
+    def require(self, request: Callable[[Store], T], timeout: timedelta) -> T:
+        """The answer; RuntimeError if the store refuses the request or has no answer within ``timeout``."""
+        answer = self.ask(lambda store: (request(store),), timeout.total_seconds())
+        if answer is None:
+            raise RuntimeError(NO_STORE.format(seconds=timeout.total_seconds()))
+        return answer[0]
 
     def tell(self, request: Callable[[Store], object]) -> None:
         """Make a request that needs no answer, as soon as the store has answered the earlier ones."""
@@ -169,17 +203,25 @@ def _finish_requests() -> None:
             thread.join(max(0.0, deadline - time.monotonic()))
 
 
-def get_all(store: Store, keys: list[str]) -> list[str]:
-    """The values of the keys. Waits for those that are not set yet, until the store's timeout."""
+def get_all(
+    group: dist.ProcessGroup, store: Store, keys: list[str], purpose: str, check: Callable[[], None]
+) -> list[str]:
+    """The values of the keys, of which each rank sets one. Waits for the ranks, at most for the group's timeout.
+
+    Raises:
+        RanksMissing: some ranks have not set their keys; names them.
+        RuntimeError: the store gives no answer; or what ``check`` raises, which is called while waiting.
+    """
+    requests, timeout = Notices(store), collective_timeout(group)
+    if missing := wait_for_ranks(group, requests, keys, timeout, check):
+        raise RanksMissing(purpose, missing, timeout)
+    return requests.require(lambda store: _values(store, keys), timeout)
+
+
+def _values(store: Store, keys: list[str]) -> list[str]:
+    """The values of keys that are set."""
     values = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]  # type: ignore[attr-defined]
     return [each.decode() for each in values]
-
-
-def _decide(store: Store, attempt: str, outcome: str) -> str:
-    """Propose an outcome, "met" or "failed"; return that of the first rank to propose one."""
-    if store.add(f"{attempt}/deciders", 1) == 1:
-        store.set(f"{attempt}/outcome", outcome)
-    return store.get(f"{attempt}/outcome").decode()
 
 
 def _has_failed(store: Store, attempt: str) -> bool:
@@ -187,12 +229,12 @@ def _has_failed(store: Store, attempt: str) -> bool:
 
 
 def wait_for_ranks(
-    group: dist.ProcessGroup, store: Store, keys: list[str], timeout: timedelta, check: Callable[[], None]
+    group: dist.ProcessGroup, requests: Notices, keys: list[str], timeout: timedelta, check: Callable[[], None]
 ) -> list[int]:
     """Wait until every rank has set its key, or ``check`` raises; return the default group's numbers of
     missing ranks.
     """
-    requests, pending = Notices(store), keys  # `Store.wait` would print warnings
+    pending = keys  # `Store.wait` would print warnings
     begin = checked = time.monotonic()
     pause = 0.005
     while pending:
@@ -211,7 +253,7 @@ def wait_for_ranks(
     for rank, key in zip(dist.get_process_group_ranks(group), keys, strict=True):
         is_set = key not in pending or requests.ask(methodcaller("check", [key]))
         if is_set is None:
-            raise RuntimeError("Rank 0, which hosts the store of this process group, has ended or gives no answer.")
+            raise RuntimeError(NO_STORE.format(seconds=timeout.total_seconds()))
         if not is_set:
             missing.append(rank)
     return missing
@@ -220,7 +262,7 @@ def wait_for_ranks(
 def named_barrier(
     group: dist.ProcessGroup,
     purpose: str,
-    timeout: timedelta = DEFAULT_TIMEOUT,
+    timeout: timedelta | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> None:
     """Barrier: return once every rank has made the matching call; see `store_all_gather`."""

@@ -58,6 +58,10 @@ _REMEDY = (
     "Register the same hook with the same options on every rank, load the same checkpoint on every rank or on none, "
     "and install the same gradwire."
 )
+_ON_SOME_RANKS = (
+    "If the hook was registered on this rank only, as after `if rank == 0:`, the others run without it and wait for "
+    "this rank in their all-reduce: register it on every rank."
+)
 _UNCHANGED = "Nothing was sent; gradients, parameters and states are as they were."
 _PYTORCHS_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks."
 
@@ -234,8 +238,9 @@ def _compare(group: dist.ProcessGroup, facts: dict[str, str], again: bool) -> No
     """Raise RuntimeError on every rank unless the facts are equal on all."""
     text = json.dumps(facts, sort_keys=True)
     timeout = min(AGAIN_TIMEOUT, collective_timeout(group) / 2) if again else collective_timeout(group)
+    check = connections_of(group).check_peers
     try:
-        digests = store_all_gather(group, _PURPOSE, digest(text), timeout, connections_of(group).check_peers)
+        digests = store_all_gather(group, _PURPOSE, digest(text), timeout, check, "" if again else _ON_SOME_RANKS)
     except RanksMissing as error:
         problem = (
             f"The state of {facts['hook']} was loaded, or an option was changed, on this rank but not on"
@@ -245,7 +250,8 @@ def _compare(group: dist.ProcessGroup, facts: dict[str, str], again: bool) -> No
         raise RuntimeError(f"{problem} {format_ranks(error.ranks)} within {timeout}. {_UNCHANGED} {_REMEDY}") from error
     if len(set(digests)) == 1:
         return
-    facts_by_rank = [json.loads(each) for each in store_all_gather(group, f"{_PURPOSE}, after a mismatch", text)]
+    purpose = f"{_PURPOSE}, after a mismatch"
+    facts_by_rank = [json.loads(each) for each in store_all_gather(group, purpose, text, check=check)]
     lines = format_differences(facts_by_rank, dist.get_process_group_ranks(group))
     raise RuntimeError(f"Communication hooks differ between ranks:{lines}\n{_UNCHANGED} {_REMEDY}")
 
