@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 
@@ -118,12 +119,15 @@ class Connections:
             self._executors[device].close(EXIT_TIMEOUT_SECONDS)
         self._executors[device] = executor
 
-    def transport(self, purpose: str, device: torch.device) -> GroupTransport:
-        """The transport of collectives outside the executors, one per purpose; on gloo each has a group of its own."""
+    def transport(self, purpose: str, device: torch.device, check: Callable[[], None] | None = None) -> GroupTransport:
+        """The transport of collectives outside the executors, one per purpose; on gloo each has a group of its own.
+
+        While the ranks connect such a group, ``check`` may raise to end the wait; by default it is `check_peers`.
+        """
         if purpose not in self._transports:  # not created yet, or dropped by a failure
             self.check()
             is_own = device.type == "cpu" and is_gloo_on_cpu(self.group)
-            group = self._duplicate_group(purpose) if is_own else self.group
+            group = self._duplicate_group(purpose, check) if is_own else self.group
             transport = self._transports[purpose] = GroupTransport(group, self.check_peers)
             if self.failure is not None:  # another thread has failed meanwhile
                 self._transports.pop(purpose, None)
@@ -179,12 +183,12 @@ class Connections:
             for workspace in executor.workspaces:
                 workspace.start_step()
 
-    def _duplicate_group(self, purpose: str) -> dist.ProcessGroup:
+    def _duplicate_group(self, purpose: str, check: Callable[[], None] | None = None) -> dist.ProcessGroup:
         if not self._is_connecting.acquire(blocking=False):
             self.fail(TWO_THREADS)
             raise RuntimeError(TWO_THREADS)
         try:
-            return duplicate_group(self.group, self._store, f"{self.generation}/{purpose}", self.check_peers)
+            return duplicate_group(self.group, self._store, f"{self.generation}/{purpose}", check or self.check_peers)
         finally:
             self._is_connecting.release()
 

@@ -66,6 +66,7 @@ class GradwireBucket(Protocol):
     process_group: dist.ProcessGroup | None
     # With a user's hook: called with the settings and the process group of each of gradwire's hooks that it calls.
     note_use: Callable[[Any, dist.ProcessGroup], None] | None
+    model_number: int  # of the model's exchange on the process group, equal on all ranks
     n_passes: int  # number of synchronized forwards of the model; 0 if it must not be compared
     model_parameters: Sequence[torch.Tensor]
     device: torch.device

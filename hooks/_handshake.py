@@ -179,7 +179,7 @@ class HookSettings(Observed):
             "parameters of the bucket": len(shapes),
             **{f"shape of its parameter {i}": shape for i, shape in enumerate(shapes)},
         }
-        _compare(group, {name: str(fact) for name, fact in facts.items()}, again)
+        _compare(group, {name: str(fact) for name, fact in facts.items()}, again, getattr(bucket, "model_number", 0))
         # A copy: dictionaries among the options may be modified in place.
         settings = {name: dict(value) if isinstance(value, Mapping) else value for name, value in settings.items()}
         self.apply_settings({name: settings[name] for name in own})  # measuring changes no buckets
@@ -234,11 +234,33 @@ def compare_settings(group: dist.ProcessGroup, settings: Mapping[str, str], agai
     _compare(group, {"gradwire": __version__, **settings}, again)
 
 
-def _compare(group: dist.ProcessGroup, facts: dict[str, str], again: bool) -> None:
-    """Raise RuntimeError on every rank unless the facts are equal on all."""
+def _compare(group: dist.ProcessGroup, facts: dict[str, str], again: bool, model_number: int = 0) -> None:
+    """Raise RuntimeError on every rank unless the facts are equal on all.
+
+    While a rank waits, it announces that it has a hook: a rank without one waits in its all-reduce, and then raises.
+    """
+    connections = connections_of(group)
+    has_told = False
+
+    def check() -> None:
+        nonlocal has_told
+        connections.check_peers()
+        if model_number > 0 and not has_told:
+            connections.announce(f"hook/{model_number}", f"Rank {dist.get_rank()} has registered {facts['hook']}")
+            has_told = True
+
+    try:
+        _compare_through_store(group, facts, again, check)
+    finally:
+        if has_told:
+            connections.announce(f"hook/{model_number}", "")
+
+
+def _compare_through_store(
+    group: dist.ProcessGroup, facts: dict[str, str], again: bool, check: Callable[[], None]
+) -> None:
     text = json.dumps(facts, sort_keys=True)
     timeout = min(AGAIN_TIMEOUT, collective_timeout(group) / 2) if again else collective_timeout(group)
-    check = connections_of(group).check_peers
     try:
         digests = store_all_gather(group, _PURPOSE, digest(text), timeout, check, "" if again else _ON_SOME_RANKS)
     except RanksMissing as error:

@@ -45,7 +45,9 @@ class Exchange:
 
     Attributes:
         has_streams: whether hooks run on streams of the device.
+        number: the number of this exchange on the process group, equal on all ranks.
         connections: gradwire's connections on the process group, as the last forward found them.
+        has_hook: whether the model has a communication hook on this rank.
         hook_groups: the further process groups that the hook has used.
         hook_states: the states of gradwire's hooks that a user's hook has called, in order of their first use, with the
             process group of each.
@@ -54,6 +56,7 @@ class Exchange:
     def __init__(self, process_group: dist.ProcessGroup, device: torch.device) -> None:
         self.device = device
         self.has_streams = connections.has_streams(device)
+        self.has_hook = False
         self._thread = 0  # the thread that called the latest forward
         self.hook_groups: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
         self.hook_states: weakref.WeakKeyDictionary[HookState, weakref.ref[dist.ProcessGroup]] = (
@@ -66,7 +69,7 @@ class Exchange:
     def update_process_group(self, process_group: dist.ProcessGroup) -> None:
         """Exchange with other ranks from now on."""
         self.process_group = process_group
-        self._number = self.connect().new_user()
+        self.number = self.connect().new_user()
         self.restart()
 
     def restart(self) -> None:
@@ -91,7 +94,7 @@ class Exchange:
     @property
     def transport(self) -> GroupTransport:
         """The collectives of the reducer itself, and of the default reduction on CPUs."""
-        return self.connections.transport("backward", self.device)
+        return self.connections.transport("backward", self.device, self.check_in_step)
 
     def begin_forward(self) -> None:
         """Note that this thread begins a synchronized forward."""
@@ -126,7 +129,7 @@ class Exchange:
         if self.process_group.size() == 1:
             return
         here = self.n_passes, self._n_backwards
-        self.connections.announce(f"again/{self._number}", json.dumps([dist.get_rank(self.process_group), *here]))
+        self.connections.announce(f"again/{self.number}", json.dumps([dist.get_rank(self.process_group), *here]))
         purpose = "A further backward pass of a synchronized forward pass"
         forwards, backwards = zip(*gather_json(self.process_group, purpose, here, self.check_in_step), strict=True)
         problem = out_of_step(forwards, backwards)
@@ -165,12 +168,12 @@ class Exchange:
     def announce_forward(self) -> None:
         """While a forward waits for other ranks: tell them where this one is; raise RuntimeError if one has left."""
         here = [dist.get_rank(self.process_group), self._n_forwards, self._n_backwards]
-        self.connections.announce(f"forward/{self._number}", json.dumps(here))
+        self.connections.announce(f"forward/{self.number}", json.dumps(here))
         self.connections.check_peers()
 
     def check_in_step(self) -> None:
         """While a backward waits for other ranks: tell them so; raise RuntimeError if one has left, or is elsewhere."""
-        connections, number = self.connections, self._number
+        connections, number = self.connections, self.number
         connections.check_peers()
         if self._awaited != self._n_backwards:
             self._awaited = self._n_backwards
@@ -179,6 +182,8 @@ class Exchange:
             rank, forwards, backwards = json.loads(text)
             if forwards > self._n_forwards and backwards < self._n_backwards:
                 raise RuntimeError(errors.BACKWARD_SKIPPED.format(rank=rank))
+        if not self.has_hook and (text := connections.announced(f"hook/{number}")):
+            raise RuntimeError(errors.HOOK_ELSEWHERE.format(hook=text))
         if (text := connections.announced(f"again/{number}")) is not None:
             rank, forwards, backwards = json.loads(text)
             if backwards == self._n_backwards and forwards != self.n_passes:
@@ -190,7 +195,7 @@ class Exchange:
         """The error of ranks that have not come to the backward in which this rank waits; None if there are none."""
         if self._awaited == 0 or self._awaited != self._n_backwards:
             return None
-        told = [self.connections.announced(f"backward/{self._number}/{k}") for k in range(self.process_group.size())]
+        told = [self.connections.announced(f"backward/{self.number}/{k}") for k in range(self.process_group.size())]
         late = [rank for rank, text in enumerate(told) if text is None or int(text) < self._n_backwards]
         return errors.RANKS_LATE.format(who=format_ranks(late), number=self._n_backwards) if late else None
 

@@ -47,6 +47,7 @@ class BucketBase:
         self.process_group: dist.ProcessGroup | None = None  # the ranks to average over; set by the reducer
         # With a user's hook, which may have process groups of its own: `Exchange.note_use`; set by the reducer.
         self.note_use: Callable[[object, dist.ProcessGroup], None] | None = None
+        self.model_number = 0  # `Exchange.number`; set by the reducer
         self.n_passes = 0  # `Exchange.n_passes`; set by the reducer, not on a rank that has joined
         self.model_parameters = spec.model_parameters
         self.divisor = 1  # of a sum over ranks: the world size, or in `join` the number of ranks with inputs left

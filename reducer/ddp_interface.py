@@ -53,6 +53,7 @@ class DDPReducer(Reducer):
         state = in_group(state, hook, self.exchange.process_group)
         take_back = state.take_back if isinstance(state, HookState) else None
         self.hook = BucketHook(hook, state, is_zero_copy(hook), True, not is_gradwire_hook(hook), take_back)
+        self.exchange.has_hook = True
         if self.hook.has_groups and isinstance(state, HookState):
             self.exchange.note_use(state, state.process_group or self.exchange.process_group)
 

@@ -116,6 +116,10 @@ BACKWARD_SKIPPED = (
     "Rank {rank} skipped the backward pass that this rank is in and has begun its next forward pass, so each waits for "
     "the other. Its loss may have raised an exception. Call resynchronize() on every rank after a failed step."
 )
+HOOK_ELSEWHERE = (
+    "{hook} for this model, and this rank has no communication hook. Register the same hook on every rank, not only "
+    "after `if rank == 0:`."
+)
 RANKS_LATE = (
     "This rank has waited in synchronized backward pass {number} of this model for {who}, until the process group's "
     "timeout. Make as many forward and backward passes on every rank, or use join() for uneven inputs."

@@ -330,6 +330,7 @@ class Reducer:
                 warnings.warn(errors.CREATE_GRAPH, stacklevel=2)
             with profiler_range(f"gradwire::launch bucket {index}"), torch.no_grad():
                 bucket.process_group, bucket.n_passes = self.exchange.process_group, self.exchange.n_passes
+                bucket.model_number = self.exchange.number
                 bucket.note_use = self.exchange.note_use if self.hook.has_groups else None
                 bucket.divisor = self._divisor
                 is_used = self._used.local

@@ -48,6 +48,10 @@ def quantized(**options):
     return lambda group: (QuantizationState(group, **options), quantization_hook)
 
 
+def register_name(hook):
+    return HOOKS[hook](None)[1].__name__
+
+
 def power_sgd(hook=powerSGD_hook, prepare=None, **options):
     def make(group):
         state = PowerSGDState(group, **{"start_powerSGD_iter": 2, "min_compression_rate": 1, **options})
@@ -208,9 +212,29 @@ def test_rank_without_hook_is_named():
     ddp = WRAPPERS["pytorch"](build("mlp"), process_group=group)
     if dist.get_rank() == 0:
         register(ddp, "fp16", group)
-    with_hook, without = from_all_ranks(message_of(ddp(torch.ones(2, 11)).backward))
+    with (
+        mock.patch.object(store_collectives, "WARN_AFTER", timedelta(seconds=1)),
+        mock.patch.object(store_collectives.logger, "warning") as warn,
+    ):
+        with_hook, without = from_all_ranks(message_of(ddp(torch.ones(2, 11)).backward))
     assert "This rank runs fp16_compress_hook, but no gradwire hook has started on rank 1" in with_hook
     assert without is not None
+    if dist.get_rank() == 0:
+        text = warn.call_args.args[0] % warn.call_args.args[1:]
+        assert "still waiting for rank 1" in text and "as after `if rank == 0:`" in text
+
+
+@pytest.mark.parametrize("hook", ["fp16", "int4"])
+@pytest.mark.parametrize("with_hook", [0, 1])
+@on_ranks(2, 3, limit=20)
+def test_rank_without_hook_tells_the_others_at_once(hook, with_hook):
+    # The groups' timeout is much longer than the limit of the test.
+    ddp = wrapped(group=dist.new_group())
+    if dist.get_rank() == with_hook:
+        register(ddp, hook, ddp.process_group)
+    message = message_of(ddp(torch.ones(2, 11)).backward)
+    assert f"Rank {with_hook} has registered {register_name(hook)} for this model, and this rank has no" in message
+    assert "Register the same hook on every rank" in message
 
 
 @on_ranks(2)
