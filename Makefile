@@ -72,11 +72,12 @@ soak: install
 	$(TOOL).validate soak --output bench/results/soak.jsonl
 	$(TOOL).pages
 
-# Tests and examples of the trainers, with the real packages, which this installs into .venv. `make test` skips those
-# of packages that are absent.
+# Tests and examples of the trainers, with the real packages, which this installs into .venv; ten minutes. `make test`
+# skips those of packages that are absent. torch and triton stay as constraints.txt pins them.
 test-integrations: install
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,integrations]" --config-settings editable_mode=strict
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integrations
+	$(BIN)/python -c "import accelerate, lightning, ray.train, transformers"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integrations tests/test_examples.py
 
 # Kernel tests with the oldest supported Triton, a dependency of PyTorch 2.11's GPU builds.
 test-triton36: install

@@ -140,6 +140,7 @@ FITS, MISFITS = ("ok", ""), ("warning", "needs Triton")
             "warning",
             'needs Triton 3.7: kernels may fail. Run: pip install "triton==3.7.*"',
         ),
+        ("2.14.0", ["triton==3.8.0"], "3.9.0", "warning", "needs Triton 3.8:"),  # torch knows better than the table
         ("2.13.0+cpu", ["filelock"], "3.9.0", *MISFITS),  # builds for CPUs require no Triton
         ("2.13.0+cpu", None, "3.6.0", *MISFITS),
         ("2.13.0+cpu", PackageNotFoundError("torch"), "3.7.0", *FITS),
