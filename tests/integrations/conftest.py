@@ -6,7 +6,6 @@ import pytest
 
 from tests.support.harness import World
 
-
 TRAINERS = ("accelerate", "lightning", "ray", "transformers")
 
 
