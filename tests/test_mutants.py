@@ -88,6 +88,13 @@ def test_signal_ends_the_tests_that_run(tmp_path, number):
     assert not Path(f"/proc/{pid}").exists()
 
 
+def test_no_command_of_the_makefile_hides_behind_a_shell_that_keeps_sigterm():
+    """make starts a command itself, and passes SIGTERM on to it, unless it begins with an assignment."""
+    text = (ROOT / "Makefile").read_text()
+    assert re.findall(r"^(?:TOOL := |\t@?)\w+=.*", text, re.MULTILINE) == []
+    assert len(re.findall(r"^(?:TOOL := |\t)env \w+=", text, re.MULTILINE)) > 5
+
+
 @pytest.mark.slow
 def test_outcomes_of_a_copy(tmp_path):
     copy = mutants.Copy(tmp_path)
