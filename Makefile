@@ -5,8 +5,9 @@ BIN := .venv/bin
 PACKAGES := api reducer sharded hooks compress comm kernels planner testing integrations bench bench/gpu cli
 ON_ALL_CORES := -n auto --dist worksteal
 export PYTHONSAFEPATH := 1
-# Developers' tools are run in the checkout and are not installed.
-TOOL := PYTHONSAFEPATH= $(BIN)/python -m tools
+# Developers' tools are run in the checkout and are not installed. Commands begin with `env`, not with an assignment, for
+# which make would start a shell, and a shell does not pass on SIGTERM.
+TOOL := env PYTHONSAFEPATH= $(BIN)/python -m tools
 
 .PHONY: install check format docs test test-slow mutants faults soak test-integrations test-triton36 test-matrix conformance demo bench-kernels bench-rounding bench-telemetry bench-reducer bench-hooks bench-network bench-nodes bench-advise bench-auto bench-converge bench compiled pages gpu gpu-rehearsal wheel clean
 
@@ -42,7 +43,7 @@ format: install
 # The documentation site, in build/site. A broken link, a page without a place in the navigation or any other warning is
 # an error.
 docs: install
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	env NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # The kernel tests run twice, because importing a kernel binds it to Triton's compiler or to its
 # interpreter. One pytest worker per core takes consecutive tests, which share their processes of
@@ -51,11 +52,11 @@ test test-slow: export OMP_NUM_THREADS := 1
 
 test: install
 	$(BIN)/python -m pytest $(ON_ALL_CORES)
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(ON_ALL_CORES) tests/kernels
+	env TRITON_INTERPRET=1 $(BIN)/python -m pytest $(ON_ALL_CORES) tests/kernels
 
 test-slow: install
 	$(BIN)/python -m pytest $(ON_ALL_CORES) -m "slow and not faults"
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(ON_ALL_CORES) -m slow tests/kernels
+	env TRITON_INTERPRET=1 $(BIN)/python -m pytest $(ON_ALL_CORES) -m slow tests/kernels
 
 # Plants the defects of tests/mutants.toml one by one, and lists those that no test catches. Takes minutes.
 mutants: install
@@ -72,17 +73,18 @@ soak: install
 	$(TOOL).validate soak --output bench/results/soak.jsonl
 	$(TOOL).pages
 
-# Tests and examples of the trainers, with the real packages, which this installs into .venv. `make test` skips those
-# of packages that are absent.
+# Tests and examples of the trainers, with the real packages, which this installs into .venv; ten minutes. `make test`
+# skips those of packages that are absent. torch and triton stay as constraints.txt pins them.
 test-integrations: install
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,integrations]" --config-settings editable_mode=strict
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integrations
+	$(BIN)/python -c "import accelerate, lightning, ray.train, transformers"
+	env OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integrations tests/test_examples.py
 
 # Kernel tests with the oldest supported Triton, a dependency of PyTorch 2.11's GPU builds.
 test-triton36: install
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target build/triton36 triton==3.6.0
-	PYTHONPATH=$(CURDIR)/build/triton36 $(BIN)/python -m pytest tests/kernels
-	PYTHONPATH=$(CURDIR)/build/triton36 TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels
+	env PYTHONPATH=$(CURDIR)/build/triton36 $(BIN)/python -m pytest tests/kernels
+	env PYTHONPATH=$(CURDIR)/build/triton36 TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels
 
 # Focused tests with several versions of Python and PyTorch; writes the table of docs/compatibility.md. Each pair takes
 # 5 GB and some minutes.
@@ -100,7 +102,7 @@ gpu: install
 
 # The cases of `make gpu`, run on the CPU.
 gpu-rehearsal: install
-	PYTHONSAFEPATH= $(BIN)/python -m tests.support.rehearse first smoke ranks sanitize bench --output build/gpu_rehearsal.jsonl
+	env PYTHONSAFEPATH= $(BIN)/python -m tests.support.rehearse first smoke ranks sanitize bench --output build/gpu_rehearsal.jsonl
 
 # Trains over a link of 100 Mb/s as root on Linux, else over loopback.
 demo: .venv/.demo

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -32,8 +33,8 @@ from gradwire.planner.recommend import Advice
 
 Records = Sequence[Record]
 
-# Okabe and Ito's colors, which color-blind readers can tell apart, and a brown in place of their yellow.
-_BLUE, _ORANGE, _GREEN, _RED, _SKY, _PURPLE, _BLACK, _BROWN = (
+# Okabe and Ito's colors, which color-blind readers can tell apart, and others in place of their yellow.
+_BLUE, _ORANGE, _GREEN, _RED, _SKY, _PURPLE, _BLACK, _BROWN, _GRAY, _WINE, _OLIVE, _INDIGO = (
     "#0072b2",
     "#e69f00",
     "#009e73",
@@ -42,9 +43,14 @@ _BLUE, _ORANGE, _GREEN, _RED, _SKY, _PURPLE, _BLACK, _BROWN = (
     "#cc79a7",
     "#222222",
     "#8c564b",
+    "#7f7f7f",
+    "#882255",
+    "#888800",
+    "#332288",
 )
 _SIDES = {PYTORCH: (_RED, "s"), GRADWIRE: (_BLUE, "o")}
-_HOOK_COLORS = (_BLACK, _BLUE, _GREEN, _RED, _PURPLE, _SKY, _ORANGE, _BROWN)
+_HOOK_COLORS = (_BLACK, _GRAY, _BLUE, _GREEN, _SKY, _RED, _ORANGE, _PURPLE, _WINE, _BROWN, _OLIVE, _INDIGO)
+_HOOK_LINES = ("-", "--", ":")  # of hooks with the same color
 # Color and marker of each implementation in `draw_kernels`.
 _KERNEL_STYLES = {
     GRADWIRE: (_BLUE, "o"),
@@ -57,7 +63,9 @@ _KERNEL_STYLES = {
     "foreach copy": (_BLACK, "x"),
     "linalg.qr": (_ORANGE, "v"),
 }
+_LABEL_SIZE = 9  # points, of the labels of curves
 MOST_CURVES = 7  # of the plot of `gradwire advise`
+_LOWEST_SCORE = 80  # accuracy (%) at the bottom of plots of accuracy
 _SMALL_KERNELS = ("orthogonalize", "column norms")  # kernels on kB-sized factors
 
 
@@ -84,6 +92,52 @@ def _logarithmic(axes: Axes, name: str = "x", multiples: Sequence[float] = (1, 2
     axis.set_major_locator(LogLocator(subs=multiples))
     axis.set_major_formatter("{x:,g}")
     axis.set_minor_formatter(NullFormatter())
+
+
+def hook_styles(hooks: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Color and line style of every hook of a plot, no two the same; colors are repeated after the last one only."""
+    styles = [(color, line) for line in _HOOK_LINES for color in _HOOK_COLORS]
+    return dict(zip(hooks, styles[: len(hooks)], strict=True))
+
+
+def _label_ends(figure: Figure, axes: Axes, above: bool) -> None:
+    """Write the label of every line next to its last point, in rows below (or above) all curves; make room for them.
+
+    A vertical line joins each label to its point. Points further right get rows nearer to the curves, so that no such
+    line crosses a label.
+    """
+    ends = {line: tuple(np.asarray(line.get_xydata())[-1]) for line in axes.lines}
+    lines = sorted(ends, key=lambda line: -ends[line][0])
+    figure.draw_without_rendering()  # lays out the axes, whose size the rows and the limits depend on
+    row = 1.25 * _LABEL_SIZE / 72 * figure.dpi / axes.bbox.height  # in fractions of the axes, as all below
+    share = (len(lines) + 0.7) * row
+    to_fractions = axes.transScale + axes.transLimits
+    (low, high), ticks = axes.get_ylim(), axes.get_yticks()
+    right = 1.0
+    for index, line in enumerate(lines):
+        x, y = ends[line]
+        depth = share - (index + 0.7) * row
+        label = axes.annotate(
+            f" {line.get_label()}",
+            (x, y),
+            (x, 1 - depth if above else depth),
+            textcoords=("data", "axes fraction"),
+            va="center",
+            fontsize=_LABEL_SIZE,
+            color=line.get_color(),
+            arrowprops={
+                "arrowstyle": "-",
+                "color": line.get_color(),
+                "linewidth": 0.8,
+                "relpos": (0, 0.5),
+                "shrinkA": 0,
+            },
+        )
+        width = label.get_window_extent().width / axes.bbox.width
+        right = max(right, to_fractions.transform((x, y))[0] / (1 - 1.1 * width))
+    bottom, top = (0.0, 1 / (1 - share)) if above else (-share / (1 - share), 1.0)
+    corners = to_fractions.inverted().transform([(0, bottom), (right, top)])
+    axes.set(xlim=corners[:, 0], ylim=corners[:, 1], yticks=[tick for tick in ticks if low <= tick <= high])
 
 
 def _panels_of_bars(panels: dict[str, list[Record]], metric: str, unit: str, width: float, height: float) -> Figure:
@@ -132,46 +186,51 @@ def draw_converge(records: Records, path: Path) -> None:
     settings, optimizer = records[0].provenance["settings"], records[0].case.get("optimizer")
     records = [record for record in records if record.case.get("optimizer") == optimizer]
     hooks = unique(record["hook"] for record in records)
-    colors = dict(zip(hooks, itertools.cycle(_HOOK_COLORS), strict=False))
-    figure = _figure(12, 4.6)
-    dots, curves = figure.subplots(1, 2, width_ratios=(1, 1.15))
+    styles = hook_styles(hooks)
+    figure = _figure(10.5, 5.4)
+    dots, curves = figure.subplots(1, 2, width_ratios=(1, 1.3))
     for (hook, by), group in groups_of(records, "hook", "implementation"):
         seconds = converge.to_target(group, Metric.TARGET_S)
         if seconds is None:
             continue
-        color, marker, fill = colors[hook], _SIDES[by][1], "white" if by == PYTORCH else None
-        y = hooks.index(hook) + (0.15 if by == GRADWIRE else -0.15)
+        (color, _), marker, fill = styles[hook], _SIDES[by][1], "white" if by == PYTORCH else None
+        y = hooks.index(hook) + (0.2 if by == GRADWIRE else -0.2)
         dots.plot([min(seconds), max(seconds)], [y, y], color=color, linewidth=2, alpha=0.5)
-        dots.plot([median(seconds)], [y], marker, color=color, markerfacecolor=fill, markersize=7)
+        dots.plot([median(seconds)], [y], marker, color=color, markerfacecolor=fill, markersize=6)
         dots.annotate(
             format_number(median(seconds)), (max(seconds), y), (6, -3), textcoords="offset points", fontsize=8
         )
     _name_rows(dots, [display_name(hook) for hook in hooks])
-    for name, color in zip(dots.get_yticklabels(), colors.values(), strict=True):
+    for name, (color, _) in zip(dots.get_yticklabels(), styles.values(), strict=True):
         name.set_color(color)
     dots.margins(x=0.15)
     dots.set_xlim(left=0)
-    dots.set_xlabel("time to target (s)")
-    sides = [
-        Line2D([], [], color="#888888", marker=marker, markerfacecolor="white" if name == PYTORCH else None, label=name)
-        for name, (_, marker) in _SIDES.items()
-    ]
     seeds = count(len(unique(record["seed"] for record in records)), "seed")
-    dots.legend(handles=sides, title=f"median and range, {seeds}", loc="lower right", fontsize=9, title_fontsize=9)
-    for hook in hooks:
+    dots.set_xlabel(f"time to target (s): median and range, {seeds}")
+    dots.set_title(f"until {converge.target_of(settings)}", fontsize=11)
+    for hook, (color, line) in styles.items():
         seconds, scores = _median_training([r for r in records if r["hook"] == hook], settings["score"])
-        curves.plot(seconds, scores, color=colors[hook], linewidth=1.8, label=display_name(hook))
-        curves.plot(seconds[-1:], scores[-1:], "o", color=colors[hook], markersize=6)
-    curves.axhline(settings["target"], color="#444444", linestyle="--", linewidth=1, label="target")
-    if settings["rises"]:
-        curves.set_ylim(bottom=80)
+        label = display_name(hook)
+        curves.plot(
+            seconds, scores, color=color, linestyle=line, linewidth=1.5, label=label, marker="o", markevery=[-1]
+        )
     _logarithmic(curves)
+    if settings["rises"]:
+        curves.set_ylim(bottom=_LOWEST_SCORE)
+        points = [point for line in curves.lines for point in np.asarray(line.get_xydata())]
+        curves.set_xlim(left=0.8 * min((x for x, y in points if y >= _LOWEST_SCORE), default=points[0][0]))
+    _label_ends(figure, curves, above=settings["rises"])
+    curves.axhline(settings["target"], color="#444444", linestyle="--", linewidth=1)
+    curves.annotate("target", (0, settings["target"]), (4, 3), ("axes fraction", "data"), "offset points", fontsize=9)
     curves.set_xlabel("training time (s, logarithmic)")
     curves.set_ylabel(settings["score"])
     curves.set_title("gradwire, seed of median time", fontsize=11)
     curves.grid(alpha=0.3)
-    curves.legend(fontsize=9)
-    dots.set_title(f"until {converge.target_of(settings)}", fontsize=11)
+    sides = [
+        Line2D([], [], color="#888888", marker=marker, markerfacecolor="white" if name == PYTORCH else None, label=name)
+        for name, (_, marker) in _SIDES.items()
+    ]
+    figure.legend(handles=sides, loc="outside lower left", ncols=2, frameon=False)
     link = f"{count(settings['hosts'], 'host')} at {format_link(settings['rate'], settings)}"
     _save(figure, f"Time to target: {settings['task']}, {link}", path)
 
@@ -228,12 +287,13 @@ def draw_demo(records: Records, path: Path) -> None:
     window = max(1, steps // 20)
     figure = _figure(8, 5)
     axes = figure.subplots()
-    for group, (sent, loss), color in zip(groups, curves, itertools.cycle(_CURVE_COLORS), strict=False):
+    styles = hook_styles([group[0]["hook"] for group in groups]).values()
+    for group, (sent, loss), (color, line) in zip(groups, curves, styles, strict=True):
         assert sent is not None and loss is not None
         megabytes = [nbytes / 1e6 for nbytes in sent.series[window - 1 :]]
         payload = f"{format_bytes(median_of(group, Metric.SENT_PER_STEP) or 0)} per step"
         text = f"{display_name(group[0]['hook'])}: {payload}, test accuracy {median_of(group, Metric.ACCURACY):.1f} %"
-        axes.plot(megabytes, running_mean(loss.series, window), label=text, color=color)
+        axes.plot(megabytes, running_mean(loss.series, window), label=text, color=color, linestyle=line)
     axes.set_yscale("log")
     totals = [sent.series[-1] for sent, _ in curves if sent is not None]
     if max(totals) > 8 * min(totals) > 0:
@@ -243,9 +303,6 @@ def draw_demo(records: Records, path: Path) -> None:
     axes.grid(alpha=0.3)
     figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)
     _save(figure, demo.title(records), path)
-
-
-_CURVE_COLORS = (_BLACK, _SKY, _ORANGE, _PURPLE, _BLUE, _GREEN, _RED, _BROWN)
 
 
 def running_mean(values: Sequence[float], window: int) -> list[float]:
@@ -270,14 +327,14 @@ def draw_advice(measured: Measurement, advice: Advice, path: Path) -> None:
     }
     fastest = sorted((name for name in times if name != "allreduce"), key=lambda name: sum(map(math.log, times[name])))
     names = unique((PLAIN, CAST, advice.recommended, *fastest))[:MOST_CURVES]
-    for name, color in zip(names, _HOOK_COLORS, strict=False):
+    for name, (color, line) in hook_styles(names).items():
         is_recommended = name == advice.recommended
         label = display_name(name) + " (recommended)" * is_recommended
         width, order = (2.6, 3) if is_recommended else (1.3, 2)
-        axes.plot(bandwidths, times[name], color=color, linewidth=width, label=label, zorder=order)
+        axes.plot(bandwidths, times[name], color=color, linestyle=line, linewidth=width, label=label, zorder=order)
     word, digits = ("measured", 2) if measured.is_link_measured else ("given", 6)
-    line = f"{word}: {format_bandwidth(here, digits)}"
-    axes.axvline(here, color="#888888", linestyle="--", linewidth=1, label=line)
+    here_label = f"{word}: {format_bandwidth(here, digits)}"
+    axes.axvline(here, color="#888888", linestyle="--", linewidth=1, label=here_label)
     _logarithmic(axes, "x", (1,))
     axes.xaxis.set_major_formatter(lambda bandwidth, _: format_bandwidth(bandwidth))
     shown = [milliseconds for name in names for milliseconds in times[name]]

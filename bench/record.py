@@ -182,7 +182,8 @@ def cpu_name() -> str:
 def _commit() -> str | None:
     """The commit of the checkout that holds this file, with "-dirty" after local changes; None outside a checkout.
 
-    Results and documentation, which is partly made from them, do not count as changes: benches run one after another.
+    New files of Python count, too. Results and documentation, which is partly made from them, do not: benches run one
+    after another.
     """
     here = Path(__file__).resolve()
     if _git(here.parent, "ls-files", "--error-unmatch", here.name) is None:  # a venv inside somebody else's checkout
@@ -190,8 +191,9 @@ def _commit() -> str | None:
     root = here.parents[1]
     commit = _git(root, "rev-parse", "HEAD")
     generated = (":!bench/results", ":!docs", ":!README.md")
-    changes = _git(root, "status", "--porcelain", "--untracked-files=no", "--", ".", *generated)
-    return f"{commit}-dirty" if changes and commit else commit
+    changes = _git(root, "status", "--porcelain", "--untracked-files=all", "--", ".", *generated) or ""
+    is_dirty = any(not line.startswith("??") or line.endswith(".py") for line in changes.splitlines())
+    return f"{commit}-dirty" if is_dirty and commit else commit
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

@@ -112,34 +112,52 @@ def groups_of(records: Iterable[Record], *names: str) -> list[tuple[tuple[Any, .
     return [(key, [r for r in listed if tuple(r[name] for name in names) == key]) for key in keys]
 
 
-def to_terminal(table: Table) -> RichTable:
-    """The table for a terminal of 80 columns."""
-    notes = [line for note in table.notes for line in textwrap.wrap(note, 79, subsequent_indent="  ")]
+def to_terminal(table: Table, console: Console) -> list[RichTable]:
+    """The table for a terminal. If that is too narrow: several tables, which all begin with the names of the rows."""
+    names = next(
+        (n for n in range(1, len(table.headers)) if len({(*row[:n],) for row in table.rows}) == len(table.rows)), 1
+    )
+    blocks, unlimited = [[*range(names)]], console.options.update(width=10_000)
+    for column in range(names, len(table.headers)):
+        wider = _terminal_table(table, [*blocks[-1], column], console)
+        if len(blocks[-1]) > names and console.measure(wider, options=unlimited).maximum > console.width:
+            blocks.append([*range(names)])
+        blocks[-1].append(column)
+    shown = [_terminal_table(table, block, console) for block in blocks]
+    width = min(console.width, 80) - 1
+    notes = [line for note in table.notes for line in textwrap.wrap(note, width, subsequent_indent="  ")]
+    shown[0].title = table.title
+    shown[-1].caption = "\n".join(["", *notes]) if notes else None
+    return shown
+
+
+def _terminal_table(table: Table, columns: Sequence[int], console: Console) -> RichTable:
+    """Some columns of a table."""
     rich = RichTable(
-        title=table.title,
-        caption="\n".join(["", *notes]) if notes else None,
         title_justify="left",
         caption_justify="left",
         box=box.SIMPLE_HEAD,
         padding=0,
-        min_width=79,  # title and caption are as wide as the table
+        min_width=min(console.width, 80) - 1,  # title and caption are as wide as the table
         pad_edge=False,
         show_edge=False,
     )
-    for i, header in enumerate(table.headers):
+    for i in columns:
+        header = table.headers[i]
         width = max([len(row[i]) for row in table.rows] + [len(word) for word in header.split()])
         wrapped = "\n".join(textwrap.wrap(header, max(width, 5)))
-        rich.add_column(wrapped, justify="right" if i > 0 else "left", no_wrap=i > 0)
+        rich.add_column(wrapped, justify="right" if i > 0 else "left", no_wrap=True)
     for i, row in enumerate(table.rows):
-        rich.add_row(*row, style=table.styles[i] if table.styles else None)
+        rich.add_row(*(row[column] for column in columns), style=table.styles[i] if table.styles else None)
     return rich
 
 
 def print_tables(tables: Iterable[Table], console: Console | None = None) -> None:
-    """Print tables in the terminal, each with a blank line after it."""
+    """Print tables in the terminal, each part with a blank line after it."""
     console = console or Console()
     for table in tables:
-        console.print(to_terminal(table), "")
+        for part in to_terminal(table, console):
+            console.print(part, "")
 
 
 def machine_line(facts: dict[str, Any]) -> str:

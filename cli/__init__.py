@@ -13,3 +13,12 @@ EXTRAS = {
 def missing_packages(extra: str) -> list[str]:
     """The packages of an extra that are not installed, by their import names."""
     return [name for name in EXTRAS[extra] if importlib.util.find_spec(name) is None]
+
+
+def version_line() -> str:
+    """The versions of gradwire and torch."""
+    import torch
+
+    from gradwire._version import __version__
+
+    return f"gradwire {__version__} (torch {torch.__version__})"

@@ -6,7 +6,7 @@ extra `bench`.
 
 import sys
 
-from gradwire.cli import missing_packages
+from gradwire.cli import missing_packages, version_line
 
 COMMANDS = {
     "run": "train with an unchanged script, and compress its gradients",
@@ -34,7 +34,10 @@ def main() -> None:
         remedy = f'missing {", ".join(missing)}. In a checkout of gradwire, run: pip install ".[{extra}]"'
         if command in COMMANDS:
             sys.exit(f"gradwire {command}: {remedy}")
-        if command not in ("--help", "--version"):
+        if command == "--version":
+            print(version_line())
+            return
+        if command != "--help":
             sys.exit(f"gradwire: there is no command {command!r}; expected one of {', '.join(COMMANDS)}")
         print(overview(), f"All but run and doctor need extras: {remedy}", sep="\n\n")
         return

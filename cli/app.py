@@ -5,15 +5,14 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
-import gradwire
 from gradwire.bench import demo as demo_bench
 from gradwire.bench import namespaces, network
 from gradwire.bench.tables import format_link
 from gradwire.cli import doctor as doctor_command
 from gradwire.cli import run as run_command
+from gradwire.cli import version_line
 from gradwire.cli.advise import advise_command
 from gradwire.cli.bench import bench
 from gradwire.cli.command_runs import measured, report
@@ -43,7 +42,7 @@ _DEMO_CHOICES = {name: entry for name, entry in HOOKS.items() if name != "noop"}
 
 def _print_version(asked: bool) -> None:
     if asked:
-        typer.echo(f"gradwire {gradwire.__version__} (torch {torch.__version__})")
+        typer.echo(version_line())
         raise typer.Exit
 
 

@@ -11,13 +11,14 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import socket
 import subprocess
 import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, requires, version
 from typing import Literal, NamedTuple
 
 import torch
@@ -39,6 +40,7 @@ FSDP_REMEDY = (
     "since torch 2.15, a MixedPrecisionPolicy with param_dtype and without reduce_dtype reduces the gradients of fp32 "
     "parameters in fp32: twice the bytes. Pass reduce_dtype=torch.bfloat16"
 )
+TESTED_TRITON = {(2, 11): (3, 6), (2, 13): (3, 7), (2, 15): (3, 9)}  # of docs/compatibility.md, by release of torch
 _TEXT_COLUMN, _WIDTH = 22, 100
 
 
@@ -52,16 +54,13 @@ def versions() -> Iterator[Check]:
     """Versions of gradwire, torch and what they build on."""
     yield Check("gradwire", gradwire.__version__)
     oldest, newest = TESTED_TORCH
-    release = tuple(map(int, torch.__version__.split("+")[0].split(".")[:2]))
+    release = _minor(torch.__version__)
     is_tested = tuple(map(int, oldest.split("."))) <= release <= tuple(map(int, newest.split(".")))
     tested = f"gradwire is tested with {oldest} to {newest}"
     yield Check("torch", f"{torch.__version__} ({tested})", "ok" if is_tested else "warning")
     if release >= FSDP_REDUCES_IN_FP32:
         yield Check("FSDP2", FSDP_REMEDY, "warning")
-    try:
-        yield Check("triton", version("triton"))
-    except PackageNotFoundError:
-        yield Check("triton", "not installed; all kernels run as plain PyTorch")
+    yield _triton(release)
     yield Check("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     if torch.version.hip is not None:
         yield Check("ROCm", torch.version.hip)
@@ -70,6 +69,44 @@ def versions() -> Iterator[Check]:
         yield _driver()
     if dist.is_nccl_available() and torch.cuda.is_available():
         yield Check("NCCL", ".".join(map(str, torch.cuda.nccl.version())))
+
+
+def _triton(release: tuple[int, ...]) -> Check:
+    """The release of Triton, with a warning if this torch was made or tested with another one."""
+    try:
+        installed = version("triton")
+    except PackageNotFoundError:
+        return Check("triton", "not installed; all kernels run as plain PyTorch")
+    if not (fitting := _fitting_triton(release)):
+        return Check("triton", installed)
+    oldest, newest = min(fitting), max(fitting)
+    if oldest <= _minor(installed) <= newest:
+        return Check("triton", installed)
+    names = " to ".join(".".join(map(str, each)) for each in sorted({oldest, newest}))
+    remedy = f'pip install "triton=={".".join(map(str, newest))}.*"'
+    text = f"{installed} does not fit torch {torch.__version__}, which needs Triton {names}: kernels may fail. Run: "
+    return Check("triton", text + remedy, "warning")
+
+
+def _fitting_triton(release: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The oldest and the newest fitting release of Triton: those that torch requires, else those of the tests.
+
+    torch's builds for CPUs require none. Empty if nothing is known.
+    """
+    try:
+        required = " ".join(requires("torch") or ())
+    except PackageNotFoundError:  # built from source
+        required = ""
+    if found := re.findall(r"\btriton\s*\(?==\s*(\d[\d.]*)", required):
+        return [_minor(each) for each in found]
+    older = [TESTED_TRITON[each] for each in TESTED_TRITON if each <= release]
+    newer = [TESTED_TRITON[each] for each in TESTED_TRITON if each >= release]
+    return [older[-1], newer[0]] if older and newer else []
+
+
+def _minor(release: str) -> tuple[int, ...]:
+    """(3, 7) of 3.7.1."""
+    return tuple(map(int, re.findall(r"\d+", release)[:2]))
 
 
 def _driver() -> Check:

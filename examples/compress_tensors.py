@@ -6,6 +6,8 @@ Change the rank to see its effect on the payload and on the error of a single st
 reduces the error of the mean result.
 """
 
+import argparse
+
 import torch
 
 from gradwire.comm import LocalTransport, Workspace, run_algorithm
@@ -37,4 +39,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()

@@ -5,6 +5,7 @@
 The ranks run on the CPU, with gloo.
 """
 
+import argparse
 import math
 from dataclasses import dataclass
 from typing import ClassVar
@@ -79,4 +80,5 @@ def main():
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()

@@ -1,13 +1,14 @@
 """Accelerate: train with PowerSGD, save, and resume.
 
     pip install ".[accelerate]"    # from a checkout of gradwire
-    accelerate launch --num-processes 2 examples/train_accelerate.py checkpoint                # 150 steps on two GPUs
-    ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 examples/train_accelerate.py checkpoint    # or on the CPU
+    accelerate launch --num-processes 2 examples/train_accelerate.py                # 150 steps on two GPUs
+    ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 examples/train_accelerate.py    # or on the CPU
 
-The second run continues from the checkpoint of the first. On CPUs, ``accelerate launch`` starts one process only.
+The second run continues from the checkpoint of the first. Checkpoints are in the folder checkpoints/train_accelerate,
+or in the one given as an argument. On CPUs, ``accelerate launch`` starts one process only.
 """
 
-import sys
+import argparse
 from pathlib import Path
 
 import torch
@@ -51,4 +52,8 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "folder", nargs="?", type=Path, default=Path("checkpoints/train_accelerate"), help="checkpoint folder"
+    )
+    main(parser.parse_args().folder)

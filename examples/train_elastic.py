@@ -1,11 +1,13 @@
 """Train with 4-bit gradients and elastic torchrun: after a failure, all ranks resume from the last checkpoint.
 
-    torchrun --nproc-per-node 2 --max-restarts 1 examples/train_elastic.py checkpoints 70
+    torchrun --nproc-per-node 2 --max-restarts 1 examples/train_elastic.py --fail-at 70
 
 Rank 1 fails at step 70 of the first attempt. torchrun restarts both ranks, which resume from step 50. Checkpoints
-load on any number of ranks, so torchrun may lose or gain a node.
+load on any number of ranks, so torchrun may lose or gain a node. They are in the folder checkpoints/train_elastic, or
+in the one given as an argument.
 """
 
+import argparse
 import os
 import sys
 from pathlib import Path
@@ -20,7 +22,7 @@ from gradwire.hooks.quantization_hooks import QuantizationState, quantization_ho
 STEPS, SAVE_EVERY = 150, 50
 
 
-def main(folder: Path, failing_step: int) -> None:
+def main(folder: Path, failing_step: int | None) -> None:
     """Train up to `STEPS`; rank 0 prints the loss."""
     use_cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if use_cuda else torch.device("cpu")
@@ -58,4 +60,10 @@ def main(folder: Path, failing_step: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "folder", nargs="?", type=Path, default=Path("checkpoints/train_elastic"), help="checkpoint folder"
+    )
+    parser.add_argument("--fail-at", type=int, metavar="STEP", help="step at which rank 1 fails once (default: never)")
+    options = parser.parse_args()
+    main(options.folder, options.fail_at)

@@ -1,13 +1,14 @@
 """Lightning Fabric: train with 4-bit gradients, save, and resume.
 
     pip install ".[lightning]"    # from a checkout of gradwire
-    python examples/train_fabric.py checkpoint.ckpt    # 150 steps
-    python examples/train_fabric.py checkpoint.ckpt    # 150 more, from the checkpoint of the first run
+    python examples/train_fabric.py    # 150 steps
+    python examples/train_fabric.py    # 150 more, from the checkpoint of the first run
 
-Fabric starts two processes, on two GPUs if there are two, otherwise on the CPU.
+Fabric starts two processes, on two GPUs if there are two, otherwise on the CPU. The checkpoint is the file
+checkpoints/train_fabric.ckpt, or the one given as an argument.
 """
 
-import sys
+import argparse
 from pathlib import Path
 
 import torch
@@ -49,4 +50,8 @@ def main(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "path", nargs="?", type=Path, default=Path("checkpoints/train_fabric.ckpt"), help="checkpoint file"
+    )
+    main(parser.parse_args().path)

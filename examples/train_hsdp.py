@@ -6,6 +6,7 @@ The mesh has two replicas of two shards each. Each process uses one GPU if there
 there are none.
 """
 
+import argparse
 import os
 
 import torch
@@ -56,4 +57,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()

@@ -1,13 +1,14 @@
 """Train with 4-bit gradients, save, and resume on another number of ranks. This is the README's diff as a program.
 
-    torchrun --nproc-per-node 2 examples/train_int4.py checkpoints
-    torchrun --nproc-per-node 3 examples/train_int4.py checkpoints
+    torchrun --nproc-per-node 2 examples/train_int4.py
+    torchrun --nproc-per-node 3 examples/train_int4.py
 
-The second run continues from the checkpoint of the first: model, optimizer, and error memory.
+The second run continues from the checkpoint of the first: model, optimizer, and error memory. Checkpoints are in the
+folder checkpoints/train_int4, or in the one given as an argument.
 """
 
+import argparse
 import os
-import sys
 from pathlib import Path
 
 import torch
@@ -51,4 +52,8 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "folder", nargs="?", type=Path, default=Path("checkpoints/train_int4"), help="checkpoint folder"
+    )
+    main(parser.parse_args().folder)

@@ -1,13 +1,14 @@
 """Lightning: train with PowerSGD, save, and resume.
 
     pip install ".[lightning]"    # from a checkout of gradwire
-    python examples/train_lightning.py checkpoints 2    # 2 epochs
-    python examples/train_lightning.py checkpoints 4    # 2 more, from the checkpoint of the first run
+    python examples/train_lightning.py               # 2 epochs
+    python examples/train_lightning.py --epochs 4    # 2 more, from the checkpoint of the first run
 
-Lightning starts two processes, on two GPUs if there are two, otherwise on the CPU.
+Lightning starts two processes, on two GPUs if there are two, otherwise on the CPU. Checkpoints are in the
+folder checkpoints/train_lightning, or in the one given as an argument.
 """
 
-import sys
+import argparse
 from pathlib import Path
 
 import torch
@@ -67,4 +68,10 @@ def main(folder: Path, epochs: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "folder", nargs="?", type=Path, default=Path("checkpoints/train_lightning"), help="checkpoint folder"
+    )
+    parser.add_argument("--epochs", type=int, default=2, help="epochs in total, those of earlier runs included")
+    options = parser.parse_args()
+    main(options.folder, options.epochs)

@@ -5,6 +5,7 @@
 Each process uses one GPU if there are GPUs, and the CPU with gloo if there are none.
 """
 
+import argparse
 import os
 
 import torch
@@ -48,4 +49,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()

@@ -1,13 +1,14 @@
 """Ray Train: train with PowerSGD, save, and resume.
 
     pip install ".[ray]"    # from a checkout of gradwire
-    python examples/train_ray.py results    # 150 steps on two workers
-    python examples/train_ray.py results    # 150 more, from the last checkpoint
+    python examples/train_ray.py    # 150 steps on two workers
+    python examples/train_ray.py    # 150 more, from the last checkpoint
 
-Ray starts two workers, with one GPU each if there are two, otherwise on the CPU.
+Ray starts two workers, with one GPU each if there are two, otherwise on the CPU. Checkpoints are in the folder
+checkpoints/train_ray, or in the one given as an argument.
 """
 
-import sys
+import argparse
 import tempfile
 from pathlib import Path
 
@@ -59,16 +60,19 @@ def train(options: dict[str, str]) -> None:
 
 def main(folder: Path) -> None:
     """Run two workers, from the newest checkpoint in ``folder`` if there is one."""
+    folder = folder.resolve()  # Ray's workers have another working directory
     checkpoints = sorted(folder.rglob("checkpoint.pt"), key=lambda path: path.stat().st_mtime)
     trainer = TorchTrainer(
         train,
         train_loop_config={"checkpoint": str(checkpoints[-1].parent)} if checkpoints else {},
         scaling_config=ScalingConfig(num_workers=2, use_gpu=torch.cuda.device_count() >= 2),
-        run_config=RunConfig(storage_path=str(folder.resolve())),
+        run_config=RunConfig(storage_path=str(folder)),
     )
     metrics = trainer.fit().metrics
     print("step {step}: loss {loss:.3f}, {compression:.1f} times fewer elements sent".format(**metrics))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", type=Path, default=Path("checkpoints/train_ray"), help="checkpoint folder")
+    main(parser.parse_args().folder)

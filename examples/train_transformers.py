@@ -1,13 +1,14 @@
 """Hugging Face Trainer: train a small BERT with PowerSGD, save, and resume.
 
     pip install ".[transformers]"    # from a checkout of gradwire
-    torchrun --nproc-per-node 2 examples/train_transformers.py checkpoints 20    # 20 steps
-    torchrun --nproc-per-node 2 examples/train_transformers.py checkpoints 40    # 20 more, from the last checkpoint
+    torchrun --nproc-per-node 2 examples/train_transformers.py               # 20 steps
+    torchrun --nproc-per-node 2 examples/train_transformers.py --steps 40    # 20 more, from the last checkpoint
 
 Each process uses one GPU if there are GPUs, and the CPU with gloo if there are none. Nothing is downloaded.
+Checkpoints are in the folder checkpoints/train_transformers, or in the one given as an argument.
 """
 
-import sys
+import argparse
 from pathlib import Path
 
 import torch
@@ -61,4 +62,10 @@ def main(folder: Path, steps: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "folder", nargs="?", type=Path, default=Path("checkpoints/train_transformers"), help="checkpoint folder"
+    )
+    parser.add_argument("--steps", type=int, default=20, help="steps in total, those of earlier runs included")
+    options = parser.parse_args()
+    main(options.folder, options.steps)

@@ -212,12 +212,14 @@ class DistributedDataParallel(AdaptedDDP):
                 ``bf16_compress_hook`` run on every backend.
 
         Raises:
-            TypeError: ``hook`` is not callable.
+            TypeError: ``hook`` is not callable; the message says so if it and ``state`` are swapped.
             ValueError: the signature or annotations of ``hook`` are not those of a hook.
             RuntimeError: a hook is already registered.
         """
         if self.mixed_precision is not None and self._comm_hooks:
             self._log_and_throw(RuntimeError, errors.HOOK_WITH_MIXED_PRECISION)
+        if callable(state) and not callable(hook):
+            self._log_and_throw(TypeError, errors.SWAPPED_HOOK_AND_STATE.format(hook=type(hook).__name__))
         self._check_comm_hook(hook)
         self._install_comm_hook(state, hook)
         self.logger._set_comm_hook_name(getattr(hook, "__qualname__", repr(hook)))

@@ -21,6 +21,10 @@ from gradwire.reducer import torch_internals
 HOOK_REGISTERED_TWICE = "register_comm_hook or register_builtin_comm_hook can only be called once."
 BUILTIN_HOOK_REGISTERED_TWICE = "register_builtin_comm_hook or register_comm_hook can only be called once."
 
+SWAPPED_HOOK_AND_STATE = (
+    "Communication hook must be callable. {hook} is not, and the state is a function: they are swapped. The order is "
+    "register_comm_hook(state, hook)."
+)
 HOOK_WITH_MIXED_PRECISION = (
     f"{HOOK_REGISTERED_TWICE} mixed_precision has a hook of its own, which sums gradients in its reduce_dtype. Leave "
     "out one of the two; with a hook that compresses, use torch.autocast for the computation."

@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 from matplotlib.image import imread
+from matplotlib.text import Text
 from typer.testing import CliRunner
 
+from gradwire.bench import plots
 from gradwire.bench.plots import DRAWINGS
 from gradwire.cli.app import app
 from gradwire.cli.bench import TABLES as BENCH_TABLES
+from gradwire.planner.hook_registry import HOOKS
 from tools import pages
 from tools.pages import PAGES, TABLES, PageError, fill, load_all
 
@@ -78,6 +81,62 @@ def test_pages_and_plots_are_written(tmp_path):
     (tmp_path / "bench" / "results" / "hooks.jsonl").write_text("no records")
     done = CliRunner().invoke(pages.app, [str(tmp_path)])
     assert done.exit_code == 1 and "Run that bench again, or delete the file" in done.output
+
+
+@pytest.fixture
+def figure_of(tmp_path, monkeypatch):
+    """The figure that a bench's results are drawn as."""
+
+    def draw(name):
+        figures, new = [], plots._figure
+        with monkeypatch.context() as patch:
+            patch.setattr(plots, "_figure", lambda *size: figures.append(new(*size)) or figures[-1])
+            DRAWINGS[RESULTS[name][0].bench](RESULTS[name], tmp_path / f"{name}.png")
+        (figure,) = figures
+        return figure
+
+    return draw
+
+
+def test_styles_of_all_hooks_differ_and_twelve_hooks_have_twelve_colors():
+    styles = plots.hook_styles([*HOOKS, "powersgd-r4-no-feedback"])
+    assert len(set(styles.values())) == len(HOOKS) + 1
+    assert len({color for color, _ in [*styles.values()][:12]}) == 12
+
+
+@pytest.mark.parametrize("name", ["converge_text", "converge_digits", "demo", "kernels"])
+def test_no_two_curves_of_a_plot_share_color_and_style(name, figure_of):
+    for axes in figure_of(name).axes:
+        curves = [line for line in axes.lines if not line.get_label().startswith("_")]
+        styles = {(line.get_color(), line.get_linestyle(), line.get_marker()) for line in curves}
+        assert len(styles) == len(curves) or not curves
+
+
+@pytest.mark.parametrize("name", ["converge_text", "converge_digits"])
+def test_every_curve_is_labeled_in_its_color_and_no_label_is_covered(name, figure_of):
+    figure = figure_of(name)
+    figure.draw_without_rendering()
+    dots, axes = figure.axes
+    curves = [line for line in axes.lines if not line.get_label().startswith("_")]
+    labels = {text.get_text().strip(): text for text in axes.texts if text.get_text() != "target"}
+    assert {text: label.get_color() for text, label in labels.items()} == {
+        line.get_label(): line.get_color() for line in curves
+    }
+    assert len(labels) == len({record["hook"] for record in RESULTS[name]})
+    for panel in (dots, axes):
+        boxes = [Text.get_window_extent(text) for text in panel.texts]
+        for first, second in itertools.combinations(boxes, 2):
+            assert not first.overlaps(second)
+        assert all(panel.bbox.fully_contains(*corner) for box in boxes for corner in box.corners())
+    for line in axes.lines:
+        covered = line.get_transform().transform_path(line.get_path())
+        assert not any(
+            covered.intersects_bbox(Text.get_window_extent(label), filled=False) for label in labels.values()
+        )
+    assert not any(
+        legend.get_window_extent().overlaps(panel.bbox) for legend in figure.legends for panel in figure.axes
+    )
+    assert dots.get_legend() is None and axes.get_legend() is None
 
 
 @pytest.mark.parametrize("name", [name for name, records in RESULTS.items() if records[0].bench in BENCH_TABLES])

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -77,6 +78,54 @@ def test_provenance_names_machine_versions_and_date(monkeypatch, tmp_path):
     json.dumps(facts)
     monkeypatch.setattr(record, "__file__", str(tmp_path / "record.py"))
     assert provenance(torch.device("cpu"), "gloo", 3)["commit"] is None, "outside a checkout"
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A repository with one commit, from which `record` thinks it was loaded."""
+    for name in (
+        "bench/record.py",
+        "bench/results/old.jsonl",
+        "hooks/noop.py",
+        "docs/page.md",
+        "README.md",
+        "setup.py",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    author = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for arguments in (["init", "-q"], ["add", "-A"], [*author, "commit", "-qm", "first"]):
+        subprocess.run(["git", *arguments], cwd=tmp_path, check=True)
+    monkeypatch.setattr(record, "__file__", str(tmp_path / "bench" / "record.py"))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("edited", "mark"),
+    [
+        ("", ""),
+        ("bench/record.py", "-dirty"),
+        ("bench/new_case.py", "-dirty"),
+        ("hooks/noop.py", "-dirty"),
+        ("hooks/new.py", "-dirty"),
+        ("setup.py", "-dirty"),
+        ("bench/results/old.jsonl", ""),
+        ("bench/results/new.jsonl", ""),
+        ("docs/page.md", ""),
+        ("README.md", ""),
+        ("notes.txt", ""),
+    ],
+)
+def test_commit_of_a_result_tells_edits_and_new_files_of_code(checkout, edited, mark):
+    if edited:
+        (checkout / edited).write_text("edited")
+    commit = provenance(torch.device("cpu"), "gloo", 1)["commit"]
+    assert re.fullmatch(rf"[0-9a-f]{{40}}{mark}", commit)
+
+
+def test_commit_of_a_result_tells_deleted_code(checkout):
+    (checkout / "hooks" / "noop.py").unlink()
+    assert provenance(torch.device("cpu"), "gloo", 1)["commit"].endswith("-dirty")
 
 
 def made_up(**numbers):

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import gradwire
@@ -30,10 +31,13 @@ def test_help_lists_commands():
     assert listed == ["doctor", "run", "advise", "demo", "bench"]
 
 
-def test_version_is_printed():
+def test_version_is_one_line_without_the_extras_too(monkeypatch, capsys):
     done = in_process("--version")
     assert done.exit_code == 0, done.output
-    assert done.output.startswith(f"gradwire {gradwire.__version__} ")
+    monkeypatch.setitem(sys.modules, "typer", None)
+    monkeypatch.setattr(sys, "argv", ["gradwire", "--version"])
+    __main__.main()
+    assert capsys.readouterr().out == done.output == f"gradwire {gradwire.__version__} (torch {torch.__version__})\n"
 
 
 def test_unknown_hook_is_refused_with_names_of_all(tmp_path):
@@ -155,7 +159,7 @@ def test_missing_extras_are_named_in_one_line(monkeypatch, command, names, extra
     assert "\n" not in message
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"], ["--version"]])
+@pytest.mark.parametrize("arguments", [[], ["--help"]])
 def test_plain_install_lists_the_commands(monkeypatch, capsys, arguments):
     monkeypatch.setitem(sys.modules, "typer", None)
     monkeypatch.setattr(sys, "argv", ["gradwire", *arguments])

@@ -1,6 +1,7 @@
 """``gradwire doctor``: what it reports, and that it fails where something cannot work."""
 
 import json
+import re
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError
@@ -121,6 +122,51 @@ def test_missing_triton_is_reported(monkeypatch):
 
     monkeypatch.setattr(doctor, "version", missing)
     assert "not installed" in next(check.text for check in doctor.versions() if check.name == "triton")
+
+
+FOR_GPUS = ["filelock", 'triton==3.7.1; platform_system == "Linux"', "nvidia-cudnn==9"]
+FITS, MISFITS = ("ok", ""), ("warning", "needs Triton")
+
+
+@pytest.mark.parametrize(
+    ("release", "required", "triton", "status", "text"),
+    [
+        ("2.13.0", FOR_GPUS, "3.7.1", *FITS),
+        ("2.13.0", FOR_GPUS, "3.7.4+git1", *FITS),
+        (
+            "2.13.0",
+            FOR_GPUS,
+            "3.9.0",
+            "warning",
+            'needs Triton 3.7: kernels may fail. Run: pip install "triton==3.7.*"',
+        ),
+        ("2.14.0", ["triton==3.8.0"], "3.9.0", "warning", "needs Triton 3.8:"),  # torch knows better than the table
+        ("2.13.0+cpu", ["filelock"], "3.9.0", *MISFITS),  # builds for CPUs require no Triton
+        ("2.13.0+cpu", None, "3.6.0", *MISFITS),
+        ("2.13.0+cpu", PackageNotFoundError("torch"), "3.7.0", *FITS),
+        ("2.14.0+cpu", None, "3.8.0", *FITS),
+        ("2.14.0+cpu", None, "3.10.0", "warning", "needs Triton 3.7 to 3.9"),
+        ("2.16.0+cpu", None, "3.9.0", *FITS),  # nothing is known
+    ],
+)
+def test_triton_that_does_not_fit_torch_is_a_warning_with_remedy(monkeypatch, release, required, triton, status, text):
+    def requires(name):
+        if isinstance(required, Exception):
+            raise required
+        return required
+
+    monkeypatch.setattr(torch, "__version__", release)
+    monkeypatch.setattr(doctor, "requires", requires)
+    monkeypatch.setattr(doctor, "version", {"triton": triton}.__getitem__)
+    check = next(check for check in doctor.versions() if check.name == "triton")
+    assert check.status == status
+    assert triton in check.text and text in check.text
+
+
+def test_tested_triton_is_that_of_the_compatibility_page():
+    page = (ROOT / "docs" / "compatibility.md").read_text()
+    rows = re.findall(r"^\| [\d.]+ \| (\d+)\.(\d+)\.\d+ \| (\d+)\.(\d+)\.\d+ \|", page, re.MULTILINE)
+    assert {(int(a), int(b)): (int(c), int(d)) for a, b, c, d in rows} == doctor.TESTED_TRITON
 
 
 @pytest.mark.parametrize(

@@ -1,24 +1,13 @@
-"""The programs in examples/ run as their docstrings say."""
+"""The programs in examples/ run as their docstrings say, and without arguments."""
 
-import os
 import re
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
-HANG_LIMIT = 600  # seconds; ends what hangs, also on a busy machine
-
-
-def output_of(*command):
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, timeout=HANG_LIMIT, env=environment, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+from tests.support.example_programs import EXAMPLES, NAMES, PACKAGES, commands_of, output_of, outputs_of
 
 
 def assert_learns(output):
@@ -28,19 +17,36 @@ def assert_learns(output):
     assert losses[-1] < 0.5 * losses[0]
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_help_shows_the_commands_and_explains_every_option(name, monkeypatch, capsys):
+    if name in PACKAGES:
+        pytest.importorskip(PACKAGES[name], reason="needs the extra 'integrations': make test-integrations")
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    assert end.value.code == 0
+    shown = capsys.readouterr().out
+    assert all(command in shown for command in commands_of(name))
+    assert all(option in shown for option in re.findall(r"\.py.* (--[\w-]+)", " ".join(commands_of(name))))
+
+
+def test_every_example_has_a_test_that_runs_its_commands():
+    tested = re.findall(r'outputs_of\("(\w+)"', Path(__file__).read_text())
+    assert sorted([*tested, *PACKAGES]) == NAMES
+    assert all(commands_of(name) for name in NAMES)
+
+
 @pytest.mark.slow
-def test_train_ddp_on_two_ranks_learns_with_fewer_elements_sent():
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    output = output_of(*launcher, str(EXAMPLES / "train_ddp.py"))
+def test_train_ddp_on_two_ranks_learns_with_fewer_elements_sent(tmp_path):
+    (output,) = outputs_of("train_ddp", tmp_path)
     assert_learns(output)
     (rate,) = re.findall(r"elements instead of \S+: (\S+) times fewer", output)
     assert float(rate) > 5
 
 
 @pytest.mark.slow
-def test_train_hsdp_on_two_replicas_of_two_shards_learns_with_fewer_bytes():
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
-    output = output_of(*launcher, str(EXAMPLES / "train_hsdp.py"))
+def test_train_hsdp_on_two_replicas_of_two_shards_learns_with_fewer_bytes(tmp_path):
+    (output,) = outputs_of("train_hsdp", tmp_path)
     assert "quantization_hook compresses the all-reduce of 2 parameter groups between 2 replicas" in output
     assert_learns(output)
     ((sent, whole),) = re.findall(r"(\S+) bytes per step between replicas instead of (\S+)", output)
@@ -48,15 +54,22 @@ def test_train_hsdp_on_two_replicas_of_two_shards_learns_with_fewer_bytes():
 
 
 @pytest.mark.slow
-def test_train_fsdp2_on_two_ranks_learns():
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    output = output_of(*launcher, str(EXAMPLES / "train_fsdp2.py"))
+def test_train_fsdp2_on_two_ranks_learns(tmp_path):
+    (output,) = outputs_of("train_fsdp2", tmp_path)
     assert "2 parameter groups are reduce-scattered in bf16" in output
     assert_learns(output)
 
 
-def test_compress_tensors_error_feedback_reduces_the_error_of_the_mean():
-    output = output_of(str(EXAMPLES / "compress_tensors.py"))
+@pytest.mark.slow
+def test_topk_hook_on_two_ranks_learns(tmp_path):
+    (output,) = outputs_of("topk_hook", tmp_path)
+    losses = [float(loss) for loss in re.findall(r"^step \d+: loss (\S+)$", output, re.MULTILINE)]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0]
+
+
+def test_compress_tensors_error_feedback_reduces_the_error_of_the_mean(tmp_path):
+    (output,) = outputs_of("compress_tensors", tmp_path)
     errors = [float(error) for error in re.findall(r"relative errors of the mean: (\S+),", output)]
     assert len(errors) == 3
     assert errors[-1] < 0.5 * errors[0]
@@ -66,23 +79,17 @@ def test_compress_tensors_error_feedback_reduces_the_error_of_the_mean():
 
 @pytest.mark.slow
 def test_train_int4_saved_on_two_ranks_resumes_on_three(tmp_path):
-    checkpoint, losses = tmp_path / "checkpoint.pt", {}
-    for ranks in ("2", "3"):
-        launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks)
-        output = output_of(*launcher, str(EXAMPLES / "train_int4.py"), str(checkpoint))
-        losses |= {
-            (ranks, int(step)): float(loss)
-            for step, loss in re.findall(rf"^{ranks} ranks, step (\d+): loss (\S+)$", output, re.MULTILINE)
-        }
-    assert list(losses) == [("2", 50), ("2", 100), ("2", 150), ("3", 200), ("3", 250), ("3", 300)]
-    assert losses["3", 200] < losses["2", 100]
-    assert losses["3", 300] < 0.5 * losses["2", 50]
+    outputs = outputs_of("train_int4", tmp_path)
+    found = re.findall(r"^(\d) ranks, step (\d+): loss (\S+)$", "".join(outputs), re.MULTILINE)
+    losses = {(int(ranks), int(step)): float(loss) for ranks, step, loss in found}
+    assert list(losses) == [(2, 50), (2, 100), (2, 150), (3, 200), (3, 250), (3, 300)]
+    assert losses[3, 200] < losses[2, 100]
+    assert losses[3, 300] < 0.5 * losses[2, 50]
 
 
 @pytest.mark.slow
 def test_train_elastic_resumes_after_a_failure_of_one_rank(tmp_path):
-    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1")
-    output = output_of(*launcher, str(EXAMPLES / "train_elastic.py"), str(tmp_path), "70")
+    (output,) = outputs_of("train_elastic", tmp_path)
     assert re.findall(r"^attempt (\d): 2 ranks, start at step (\d+)$", output, re.MULTILINE) == [
         ("0", "0"),
         ("1", "50"),
@@ -90,12 +97,13 @@ def test_train_elastic_resumes_after_a_failure_of_one_rank(tmp_path):
     losses = {int(step): float(loss) for step, loss in re.findall(r"^step (\d+): loss (\S+),", output, re.MULTILINE)}
     assert list(losses) == [50, 100, 150]
     assert losses[150] < losses[50]
+    without_arguments = output_of("torchrun --nproc-per-node 2 examples/train_elastic.py", tmp_path)
+    assert without_arguments == "attempt 0: 2 ranks, start at step 150\n"
 
 
 @pytest.mark.slow
-def test_train_mixed_precision_learns_with_a_compiled_model():
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    output = output_of(*launcher, str(EXAMPLES / "train_mixed_precision.py"))
+def test_train_mixed_precision_learns_with_a_compiled_model(tmp_path):
+    (output,) = outputs_of("train_mixed_precision", tmp_path)
     losses = [float(loss) for loss in re.findall(r"^step \d+: loss (\S+),", output, re.MULTILINE)]
     assert len(losses) == 3
     assert losses[-1] < losses[0]

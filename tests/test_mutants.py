@@ -1,7 +1,11 @@
 """The list of planted defects fits the code: every edit is possible, and every test exists."""
 
 import ast
+import os
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +14,7 @@ from tools import mutants
 
 ROOT = Path(__file__).parents[1]
 LISTED = mutants.read()
+HANG_LIMIT = 300  # seconds; ends what hangs, also on a busy machine
 
 
 def test_edits_are_possible_and_their_tests_exist():
@@ -46,6 +51,48 @@ def of(find, replace, **options):
 def test_edit_that_is_impossible_is_refused(find, replace, error, text):
     with pytest.raises(error, match=text):
         of(find, replace).edited(ROOT)
+
+
+ENDLESS = """
+import os, pathlib, time
+
+def test():
+    with pathlib.Path("started").open("w") as fifo:
+        fifo.write(str(os.getpid()))
+    time.sleep(60)
+"""
+RUNNER = """
+import pathlib, sys
+from tools import mutants
+
+copy = object.__new__(mutants.Copy)
+copy.folder = copy._path = pathlib.Path(sys.argv[1])
+mutants.end_on_signals()
+copy.test(["test_endless.py"], interpreter=False)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_ends_the_tests_that_run(tmp_path, number):
+    os.mkfifo(tmp_path / "started")
+    (tmp_path / "build").mkdir()
+    (tmp_path / "test_endless.py").write_text(ENDLESS)
+    profile = "import hypothesis; hypothesis.settings.register_profile('no shrinking')"
+    (tmp_path / "conftest.py").write_text(profile)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen([sys.executable, "-c", RUNNER, tmp_path], env=environment) as runner:
+        pid = int((tmp_path / "started").read_text())  # waits until the test runs
+        assert Path(f"/proc/{pid}/cmdline").exists()
+        runner.send_signal(number)
+        assert runner.wait(HANG_LIMIT) == 128 + number
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_no_command_of_the_makefile_hides_behind_a_shell_that_keeps_sigterm():
+    """make starts a command itself, and passes SIGTERM on to it, unless it begins with an assignment."""
+    text = (ROOT / "Makefile").read_text()
+    assert re.findall(r"^(?:TOOL := |\t@?)\w+=.*", text, re.MULTILINE) == []
+    assert len(re.findall(r"^(?:TOOL := |\t)env \w+=", text, re.MULTILINE)) > 5
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import tomllib
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,7 @@ from rich.progress import track
 ROOT = Path(__file__).parents[1]
 LIST = ROOT / "tests" / "mutants.toml"
 SECONDS = 240  # a mutant that hangs is caught after this long
+POLL_SECONDS = 0.2  # longest time from a signal to the end of the tests
 PASSED, FAILED = 0, 1  # exit statuses of pytest; others mean that no test was run to its end
 NO_TESTS_RAN = "no tests ran"
 SURVIVED, CAUGHT, HUNG = "survived", "caught", "caught: hangs"
@@ -127,16 +129,36 @@ class Copy:
                 command, cwd=self.folder, env=environment, stdout=output, stderr=output, start_new_session=True
             )
             try:
-                code = run.wait(limit)
-            except subprocess.TimeoutExpired:
-                return HUNG
+                code = _exit_status(run, limit)
             finally:
                 _end(run)
+            if code is None:
+                return HUNG
             output.seek(0)
             text = output.read()
         if code == PASSED:
             return SURVIVED
         return CAUGHT if code == FAILED else f"{NO_TESTS_RAN}: {text[-1000:]}"
+
+
+def _exit_status(run: subprocess.Popen[Any], limit: float) -> int | None:
+    """The exit status of a process; None if it runs for longer than ``limit``. Raises SystemExit after a signal."""
+    deadline = time.monotonic() + limit
+    while time.monotonic() < deadline:
+        if _signals:
+            raise SystemExit(128 + _signals[0])
+        with suppress(subprocess.TimeoutExpired):
+            return run.wait(POLL_SECONDS)
+    return None
+
+
+_signals: list[int] = []  # received since `end_on_signals`
+
+
+def end_on_signals() -> None:
+    """After SIGTERM or SIGINT, end the tests that run and start no more. They run in sessions of their own."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda received, _: _signals.append(received))
 
 
 def _end(run: subprocess.Popen[Any]) -> None:
@@ -179,6 +201,7 @@ def main(
     workers: Annotated[int, typer.Option(help="Copies that are tested at once.")] = os.cpu_count() or 1,
 ) -> None:
     """Plant the defects of tests/mutants.toml one by one, and list those that no test catches."""
+    end_on_signals()
     mutants = [each for each in read() if not names or any(name in each.name for name in names)]
     found = dict(zip(mutants, outcomes(mutants, workers), strict=True))
     wrong = 0

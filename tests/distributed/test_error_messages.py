@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
+from gradwire.hooks.default_hooks import CastState, fp16_compress_hook
 from gradwire.reducer import parameters
 from tests.support.ranks import on_ranks
 from tests.support.training import WRAPPERS, error_of
@@ -119,13 +120,14 @@ def hook_returns_no_future(wrapper):
 
 
 def registered(*hooks):
-    """Registers hooks, of which the last is refused."""
+    """Registers hooks, of which the last is refused; a pair is a state and a hook."""
 
     def case(wrapper):
         ddp = wrapper(Part())
         for hook in hooks:
             is_builtin = isinstance(hook, dist.BuiltinCommHookType)
-            register = ddp._register_builtin_comm_hook if is_builtin else partial(ddp.register_comm_hook, None)
+            state, hook = hook if isinstance(hook, tuple) else (None, hook)
+            register = ddp._register_builtin_comm_hook if is_builtin else partial(ddp.register_comm_hook, state)
             error = error_of(register, hook)
         return error
 
@@ -153,6 +155,7 @@ MESSAGES = [
     ("Parameter at index 3 with name part.weight has been marked as ready twice", used_outside_forward),
     ("", static_graph_too_late),
     ("Communication hook must be callable.", registered(1)),
+    ("Communication hook must be callable.", registered((no_future, CastState()))),
     ("bucket annotation should be dist.GradBucket.", registered(with_wrong_bucket)),
     ("return annotation should be torch.futures.Future[torch.Tensor].", registered(with_wrong_return)),
     (ONCE, registered(no_future, no_future)),
@@ -189,6 +192,16 @@ def test_error_messages_begin_with_those_of_pytorch(level):
         rank = dist.get_rank()
         if f"did not receive grad for rank {rank}: 3\n" in theirs:  # PyTorch's names it at two levels only
             assert f"Parameters which did not receive grad for rank {rank}: part.weight\n" in ours
+
+
+@on_ranks(2)
+def test_swapped_state_and_hook_are_refused_with_their_order():
+    ddp = WRAPPERS["gradwire"](Part())
+    with pytest.raises(
+        TypeError, match=r"CastState is not, .* are swapped. The order is register_comm_hook\(state, hook"
+    ):
+        ddp.register_comm_hook(no_future, CastState())
+    ddp.register_comm_hook(CastState(), fp16_compress_hook)  # nothing was registered
 
 
 def misfit():

@@ -1,8 +1,22 @@
 """The world of two fresh processes that every trainer is tested in. Tests of absent packages are skipped."""
 
+from importlib.metadata import PackageNotFoundError, version
+
 import pytest
 
 from tests.support.harness import World
+
+TRAINERS = ("accelerate", "lightning", "ray", "transformers")
+
+
+def pytest_report_header():
+    found = []
+    for name in TRAINERS:
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            found.append(f"{name} not installed")
+    return f"trainers: {', '.join(found)}"
 
 
 @pytest.fixture

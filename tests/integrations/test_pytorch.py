@@ -6,6 +6,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
 
 from gradwire.integrations import HookNotUsedWarning, attach
 from tests.integrations import regression_task as task
@@ -115,18 +116,25 @@ def test_gradient_scaler_keeps_the_run_and_skips_a_step_on_all_ranks(run_on_two_
         assert task.distance(after_overflow, ranks[0][2]) == 0
 
 
-def models_with_several_ddps():
-    dist.init_process_group("gloo")
+def test_siblings_and_nested_ddps_are_refused_with_their_remedies(world_of_one):
     pair = nn.ModuleList(nn.parallel.DistributedDataParallel(task.new_net()) for _ in range(2))
     with pytest.raises(ValueError, match="contains 2 DistributedDataParallel modules; expected one"):
         attach(pair, *task.HOOKS["powersgd"]())
-
-
-def test_model_with_several_ddps_is_refused(run_on_two_ranks):
-    run_on_two_ranks(models_with_several_ddps)
+    for wrap in task.WRAPPERS.values():
+        twice = wrap(nn.Sequential(wrap(task.new_net())))
+        for model in (twice, nn.Sequential(twice)):
+            with pytest.raises(ValueError, match="is wrapped in DistributedDataParallel twice, so its gradients"):
+                attach(model, *task.HOOKS["powersgd"]())
 
 
 def test_single_process_warns_that_the_hook_saves_nothing(world_of_one):
     model = nn.parallel.DistributedDataParallel(task.new_net())
     with pytest.warns(HookNotUsedWarning, match="powerSGD_hook saves nothing: there is a single process"):
         attach(model, *task.HOOKS["powersgd"]())
+    with (
+        pytest.warns(HookNotUsedWarning, match="within='bf16' saves nothing: there is a single process"),
+        pytest.raises(ValueError, match="within has no effect on this model, which has no shards"),
+    ):
+        attach(fully_shard(nn.Linear(4, 4)), within="bf16")
+    with pytest.warns(HookNotUsedWarning, match="within='bf16' is not used: this Linear contains neither"):
+        attach(nn.Linear(4, 4), within="bf16")

@@ -112,8 +112,8 @@ def test_thresholds_in_the_docs_are_those_of_the_code():
     assert f"buckets of {DEFAULT_CAP_MB} MiB" in rules
 
 
-def printed(case):
-    console = Console(file=io.StringIO(), width=80)
+def printed(case, width=80):
+    console = Console(file=io.StringIO(), width=width)
     print_advice(case, advise(case), 3.0, console)
     return console.file.getvalue()
 
@@ -128,6 +128,18 @@ def test_report_warns_of_steps_that_vary():
     noisy = replace(case, model=replace(case.model, spread=3.1))
     assert "NOISE: the slowest step of the model took 3.1 times as long as the fastest" in told(noisy)
     assert "NOISE" not in told(case)
+
+
+@pytest.mark.parametrize("width", [30, 50, 60])
+def test_narrow_terminal_gets_every_cell_next_to_its_hook(width):
+    case = measured(1e7, *all_hooks())
+    whole, narrow = (printed(case, columns).splitlines() for columns in (200, width))
+    for name in ("no hook", "bf16", "int4", "int2"):
+        (row,) = [line for line in whole if line.startswith(f"{name} ")]
+        parts = [line.removeprefix(name) for line in narrow if line.startswith(f"{name} ")]
+        assert " ".join(parts).split() == row.removeprefix(name).split()
+    table = narrow[narrow.index("") : max(i for i, line in enumerate(narrow) if line.startswith("no hook "))]
+    assert all(len(line) <= width for line in table)
 
 
 def test_report_names_threads_and_nodes():
