@@ -86,6 +86,10 @@ class Connections:
         if self.failure is not None:
             raise RuntimeError(self.failure if self.failure == DESTROYED else f"{self.failure}\n{ADVICE}")
 
+    def nodes(self) -> list[str]:
+        """The name of each rank's node, as the ranks have found it. Waits until all ranks have connections."""
+        return get_all(self._store, self._node_keys)
+
     def executor(self, device: torch.device) -> Executor:
         """The executor that runs the hooks' algorithms on a device."""
         executor = self._executors.get(device)
@@ -94,7 +98,7 @@ class Connections:
             is_on_streams = has_streams(device)
             transport = GroupTransport(self.group if is_on_streams else self._duplicate_group("first"))
             later = None if is_on_streams else self._duplicate_group("later")
-            transport.local_size = local_size(get_all(self._store, self._node_keys))
+            transport.local_size = local_size(self.nodes())
             if later is None:
                 executor = StreamExecutor(transport, device)
             else:
