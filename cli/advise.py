@@ -155,8 +155,9 @@ def advise_command(
     is_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     given = None if is_rank else _given_link(bandwidth, world_size, latency, ranks_per_node)
     if is_rank:
+        per_node = ranks_per_node if ranks_per_node > 1 else None
         options = {"--bandwidth": bandwidth, "--world-size": world_size, "--latency": latency}
-        _refuse_given_link(options | {"--ranks-per-node": ranks_per_node if ranks_per_node > 1 else None})
+        _refuse_given_link({**options, "--ranks-per-node": per_node})
     _check_outputs(json, plot)
     if threads is None and not is_rank and ranks_per_node > 1 and "OMP_NUM_THREADS" not in os.environ:
         threads = 1  # as torchrun sets

@@ -414,7 +414,7 @@ def _rounded_up(number: float) -> float:
     """The next whole number with two digits and zeros."""
     if not 1 <= number < math.inf:
         return number
-    unit = 10 ** max(0, math.floor(math.log10(number)) - 1)
+    unit = int(10 ** max(0, math.floor(math.log10(number)) - 1))
     return unit * math.ceil(number / unit)
 
 
