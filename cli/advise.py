@@ -108,7 +108,6 @@ _RanksPerNode = Annotated[
         "--ranks-per-node",
         min=1,
         max=MAX_RANKS,
-        envvar="LOCAL_WORLD_SIZE",
         help="Without torchrun: number of ranks on each node. With several, a rank computes with one CPU thread "
         "unless --threads or OMP_NUM_THREADS is set, as under torchrun.",
     ),
@@ -156,14 +155,16 @@ def advise_command(
     is_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     given = None if is_rank else _given_link(bandwidth, world_size, latency, ranks_per_node)
     if is_rank:
-        _refuse_given_link({"--bandwidth": bandwidth, "--world-size": world_size, "--latency": latency})
+        per_node = ranks_per_node if ranks_per_node > 1 else None
+        options = {"--bandwidth": bandwidth, "--world-size": world_size, "--latency": latency}
+        _refuse_given_link({**options, "--ranks-per-node": per_node})
     _check_outputs(json, plot)
     if threads is None and not is_rank and ranks_per_node > 1 and "OMP_NUM_THREADS" not in os.environ:
         threads = 1  # as torchrun sets
     if threads is not None:
         torch.set_num_threads(threads)
     started = time.monotonic()
-    measured = _measured(model, names, given, ranks_per_node)
+    measured = _measured(model, names, given)
     if measured is None:
         return
     advice = advise(measured)
@@ -217,7 +218,10 @@ def _given_link(bandwidth: str | None, world_size: int | None, latency: float | 
             f"{ranks_per_node} is not a divisor of the world size, {world_size}.", param_hint="--ranks-per-node"
         )
     return GivenLink(
-        world_size=world_size, bandwidth=1e6 * rate, latency=1e-6 * (DEFAULT_LATENCY if latency is None else latency)
+        world_size=world_size,
+        bandwidth=1e6 * rate,
+        latency=1e-6 * (DEFAULT_LATENCY if latency is None else latency),
+        ranks_per_node=ranks_per_node,
     )
 
 
@@ -230,12 +234,12 @@ def _check_outputs(json: Path | None, plot: Path | None) -> None:
         raise typer.BadParameter("needs matplotlib. Run: pip install matplotlib", param_hint="--plot")
 
 
-def _measured(model: str, names: tuple[str, ...], given: GivenLink | None, ranks_per_node: int) -> Measurement | None:
+def _measured(model: str, names: tuple[str, ...], given: GivenLink | None) -> Measurement | None:
     """The measurement on rank 0, None on other ranks. Ends the command if the job cannot be measured."""
     device = bench_device()
     try:
         with _process_group(given is None, device):
-            measured = _measure(model, names, device, given, ranks_per_node)
+            measured = _measure(model, names, device, given)
             return measured if dist.get_rank() == 0 else None
     except JobError as error:
         if error.__cause__ is not None:
@@ -244,9 +248,7 @@ def _measured(model: str, names: tuple[str, ...], given: GivenLink | None, ranks
         raise typer.Exit(1) from None
 
 
-def _measure(
-    model: str, names: tuple[str, ...], device: torch.device, given: GivenLink | None, ranks_per_node: int
-) -> Measurement:
+def _measure(model: str, names: tuple[str, ...], device: torch.device, given: GivenLink | None) -> Measurement:
     if given is None and dist.get_world_size() == 1:
         raise JobError(
             "The world size is 1, so there is nothing to exchange. Start more ranks, or run without torchrun "
@@ -254,8 +256,8 @@ def _measure(
         )
     build = on_all_ranks(lambda: JOBS.get(model) or jobs.load(model))
     if dist.get_rank() != 0 or not sys.stderr.isatty():
-        return measure(build, names, device, given, ranks_per_node=ranks_per_node)
-    measured = measure(build, names, device, given, _show, ranks_per_node)
+        return measure(build, names, device, given)
+    measured = measure(build, names, device, given, _show)
     _show("")
     return measured
 
@@ -298,7 +300,7 @@ def print_advice(
         f"Model:    {format_bytes(model.gradient_bytes)} of gradients in {buckets}",
         f"Compute:  forward {1e3 * model.forward:.3g} ms, backward {1e3 * model.backward:.3g} ms, {optimizer}"
         f"with {count(measured.threads, 'CPU thread')}",
-        f"Network:  {link.world_size} ranks on {count(link.nodes, 'node')}, "
+        f"Network:  {count(link.world_size, 'rank')} on {count(link.nodes, 'node')}, "
         f"{bandwidth} per {'node' if link.nodes > 1 else 'rank'} {how}",
         f"Latency:  {1e3 * latency:.2g} ms for the smallest collective",
         f"Measured in {seconds:.0f} s.",

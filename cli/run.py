@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -49,6 +49,8 @@ OBSERVED_STEPS = 10  # one step in as many is measured
 WARM_UP = 2 * OBSERVED_STEPS  # compressed steps before a comparison, in which the exchange is measured
 STRETCH = 10  # steps in a row with or without compression; the first is not timed
 MIN_PAIRS = 5  # of a stretch with and one without compression
+POWER = 1.96 + 0.84  # standard errors by which a difference must exceed 0 to be shown in four of five runs
+MOST_STEPS = 1_000_000  # that a report suggests
 BUILTIN = {
     dist.BuiltinCommHookType.ALLREDUCE: torch_hooks.allreduce_hook,  # type: ignore[attr-defined]
     dist.BuiltinCommHookType.FP16_COMPRESS: torch_hooks.fp16_compress_hook,  # type: ignore[attr-defined]
@@ -82,6 +84,7 @@ class Compression:
         self.place = ""  # what `attach` has compressed
         self.comparison_end = 0  # the step after the comparison of `--measure`
         self.has_metrics = True  # whether compressed steps are measured
+        self.can_compare = True  # whether `--measure` has an effect
         self.metrics: dict[str, list[float]] = {}  # values in the measured steps, by name
         self.stretches: list[tuple[bool, float]] = []  # whether compressed, seconds per step
         self.step_seconds: list[float] = []  # of compressed steps outside of stretches
@@ -92,9 +95,11 @@ class Compression:
         self._began: float | None = None  # the time of the previous step, or of the second one of this stretch
 
     def release(self) -> None:
-        """Drop the state of the hook: the model is gone, or has another hook."""
+        """Drop the state of the hook, and read its last measurements: the model is gone, or has another hook."""
         if isinstance(self._state, AutoState):
             self.summary = self._state.summary()
+        if self._state is not None:
+            self._state.stop_observing()
         self._state = None
 
     def _report(self, metrics: Mapping[str, float]) -> None:
@@ -183,7 +188,7 @@ class ShardedCompression(Compression):
         else:
             attachment = attach(model, within=_within(hook))
             self._state, self.has_metrics, self.first_compressed = None, False, 0
-        self.place = attachment.report
+        self.place, self.can_compare = attachment.report, False
         attachment.step_ends.append(self._end_step)
 
     def _end_step(self) -> None:
@@ -299,27 +304,34 @@ def report(made: Sequence[Compression]) -> str:
 
 
 def _lines(compression: Compression) -> Iterator[str]:
-    hook, median = compression.hook_name, statistics.median
+    hook = compression.hook_name
+    ranks, steps = compression.world_size, compression.n_steps
     yield (
         f"gradwire run: {hook} on {compression.model_name}, {compression.numel:,} parameters, "
-        f"{compression.world_size} ranks, {compression.n_steps:,} steps"
+        f"{ranks} rank{'s' * (ranks != 1)}, {steps:,} step{'s' * (steps != 1)}"
     )
     if compression.is_scripts:
         yield "  not used: the script compresses its gradients itself"
         return
-    if compression.n_steps == 0:
+    if steps == 0:
         yield "  the script has trained no step"
         return
-    if compression.n_steps <= compression.first_compressed:
+    if steps <= compression.first_compressed:
         yield f"  nothing was compressed: that begins after {compression.first_compressed} steps"
         return
-    if compression.world_size == 1:
+    if ranks == 1:
         yield "  one rank sends nothing; the bytes are those that each of several ranks would send"
     compression.release()
     yield from (f"  {line}" for line in (compression.place, compression.summary) if line)
     if compression.step_seconds:
-        yield f"  time of a step       {1e3 * median(compression.step_seconds):.3g} ms"
-    values = {name: median(found) for name, found in compression.metrics.items()}
+        yield f"  time of a step       {1e3 * statistics.median(compression.step_seconds):.3g} ms"
+    yield from _exchange(compression)
+    yield _speed(compression)
+
+
+def _exchange(compression: Compression) -> Iterator[str]:
+    """Bytes, times and errors of the exchange: medians over the measured steps."""
+    values = {name: statistics.median(found) for name, found in compression.metrics.items()}
     if not values:
         ended = f"the script ended too early; one compressed step in {OBSERVED_STEPS} is measured"
         reason = ended if compression.has_metrics else "the reduce-scatter has no telemetry"
@@ -331,27 +343,79 @@ def _lines(compression: Compression) -> Iterator[str]:
     parts = ", ".join(f"{name} {values[f'{name}_ms']:.3g} ms" for name in ("encode", "wire", "decode"))
     yield f"  of the exchange      {parts}; summed over the buckets, which overlap with each other and the backward"
     if "residual_ratio" in values:
-        first, *_, last = 2 * compression.metrics["residual_ratio"]
+        ratios = compression.metrics["residual_ratio"]
+        first, last = ratios[0], ratios[-1]
         advice = "it should level off" if last < 1 else "above 1: compare the loss with that of a run without the hook"
         yield f"  error / gradient     {first:.3g} at first, {last:.3g} at the end (norms); {advice}"
-    if compression.comparison_end:
-        yield _comparison(compression.stretches, hook, compression.comparison_end)
 
 
-def _comparison(stretches: Sequence[tuple[bool, float]], hook: str, n_steps: int) -> str:
-    """The speed-up with its 95 % interval, from pairs of neighboring stretches with and without compression."""
+def _speed(compression: Compression) -> str:
+    """Whether the hook makes steps faster, as far as it was measured."""
+    hook = compression.hook_name
+    if not compression.comparison_end:
+        how = "add --measure 200" if compression.can_compare else "compare with the step time without gradwire"
+        return f"  speed                not measured: {hook} may make steps faster or slower; {how}"
+    found = speed_up(compression.stretches)
+    if found is None:
+        return f"  measured             nothing: --measure needs {compression.comparison_end} steps here"
+    text = (
+        f"  measured             {found.verdict}: {1e3 * found.plain:.3g} ms a step without {hook}, "
+        f"{1e3 * found.own:.3g} ms with it, {found.ratio:.3g} times as fast (95 % interval {found.low:.3g} to "
+        f"{found.high:.3g}, {found.pairs} pairs of {STRETCH} steps)"
+    )
+    if found.verdict != UNDECIDED:
+        return text
+    if found.deciding_steps > MOST_STEPS:
+        return f"{text}; not even {MOST_STEPS:,} steps would decide it"
+    return f"{text}; about {found.deciding_steps:,} steps would decide it: --measure {found.deciding_steps}"
+
+
+UNDECIDED = "no difference shown"
+
+
+class SpeedUp(NamedTuple):
+    """Steps with a hook compared with plain steps."""
+
+    plain: float  # seconds per step without the hook, geometric mean
+    own: float  # seconds per step with the hook
+    ratio: float  # plain / own
+    low: float  # 95 % interval of the ratio
+    high: float
+    pairs: int  # pairs of stretches
+    deciding_steps: float  # that would show the ratio to differ from 1 in four of five runs, to two digits
+
+    @property
+    def verdict(self) -> str:
+        """The answer that the interval allows."""
+        return "faster" if self.low > 1 else "slower" if self.high < 1 else UNDECIDED
+
+
+def speed_up(stretches: Sequence[tuple[bool, float]]) -> SpeedUp | None:
+    """The speed-up with Student's interval, from pairs of neighboring stretches; None for fewer than `MIN_PAIRS`.
+
+    Args:
+        stretches: whether compressed, and seconds per step, in order.
+    """
     logs = [[math.log(seconds) for is_compressed, seconds in stretches if is_compressed == kind] for kind in (0, 1)]
     pairs = list(zip(*logs, strict=False))
-    if len(pairs) < MIN_PAIRS:
-        return f"  measured             nothing: --measure needs {n_steps} steps here"
+    n = len(pairs)
+    if n < MIN_PAIRS:
+        return None
     gains = [plain - own for plain, own in pairs]
-    gain, half = statistics.fmean(gains), t_quantile(len(gains) - 1) * statistics.stdev(gains) / math.sqrt(len(gains))
-    plain, own = (1e3 * math.exp(statistics.fmean(each)) for each in zip(*pairs, strict=True))
-    ratio, low, high = (f"{math.exp(log):.3g}" for log in (gain, gain - half, gain + half))
-    return (
-        f"  measured             {plain:.3g} ms a step without {hook}, {own:.3g} ms with it: {ratio} times as fast "
-        f"(95 % interval {low} to {high}, {len(gains)} pairs of {STRETCH} steps)"
-    )
+    gain, spread = statistics.fmean(gains), statistics.stdev(gains)
+    half = t_quantile(n - 1) * spread / math.sqrt(n)
+    plain, own = (math.exp(statistics.fmean(each)) for each in zip(*pairs, strict=True))
+    deciding = 2 * STRETCH * (POWER * spread / gain) ** 2 if gain else math.inf
+    low, high = math.exp(gain - half), math.exp(gain + half)
+    return SpeedUp(plain, own, math.exp(gain), low, high, n, _rounded_up(deciding))
+
+
+def _rounded_up(number: float) -> float:
+    """The next whole number with two digits and zeros."""
+    if not 1 <= number < math.inf:
+        return number
+    unit = int(10 ** max(0, math.floor(math.log10(number)) - 1))
+    return unit * math.ceil(number / unit)
 
 
 def t_quantile(freedom: int) -> float:
@@ -361,7 +425,7 @@ def t_quantile(freedom: int) -> float:
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("gradwire")
-    what = group.add_mutually_exclusive_group(required=True)
+    what = group.add_mutually_exclusive_group()
     what.add_argument("--hook", choices=CHOICES, metavar="HOOK", help=f"one of {', '.join(CHOICES)}")
     what.add_argument(
         "--advise",
@@ -380,6 +444,19 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _check_choice(parser: argparse.ArgumentParser, options: argparse.Namespace, arguments: Sequence[str]) -> None:
+    """End the program unless there is ``--hook`` or ``--advise`` before the script; ``arguments`` are the script's."""
+    if options.hook is not None or options.advise:
+        return
+    for name in (each.partition("=")[0] for each in arguments):
+        if name in ("--hook", "--advise"):
+            parser.error(
+                f"{name} stands after the script's name, so it is an option of the script. Options of {parser.prog} "
+                f"stand before the script's name: {parser.prog} --hook int4 train.py"
+            )
+    parser.error("one of the arguments --hook --advise is required")
+
+
 def _at_least(least: int) -> Callable[[str], int]:
     def number(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
@@ -393,6 +470,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """``python -m gradwire.run``, in each process that torchrun, or another launcher, has started."""
     parser = argparse.ArgumentParser(
         prog="python -m gradwire.run",
+        usage="%(prog)s (--hook HOOK | --advise) [options] script ...",
         description="Train with an unchanged script of DDP, FSDP2 or HSDP, and compress its gradients.",
         allow_abbrev=False,
     )
@@ -401,6 +479,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("script", metavar="SCRIPT")
     parser.add_argument("arguments", metavar="ARGUMENTS", nargs=argparse.REMAINDER)
     options = parser.parse_args(arguments)
+    _check_choice(parser, options, options.arguments)
     if options.advise and options.measure:
         parser.error("--measure compares a hook with plain steps; --advise takes no hook")
     if options.advise and (missing := missing_packages("cli")):
@@ -450,6 +529,7 @@ def launch(arguments: Sequence[str]) -> None:
     """``gradwire run``: start `main` with a script in each process of torchrun."""
     parser = options()
     given = parser.parse_args(arguments)
+    _check_choice(parser, given, given.training_script_args)
     if given.no_python:
         parser.error("--no-python starts a program that is not a Python script; gradwire run needs a script")
     given.run_path = False  # `main` runs the script in this way

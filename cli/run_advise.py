@@ -63,8 +63,7 @@ def _advise_script(probe: ScriptProbe) -> NoReturn:
             raise JobError("The world size is 1, so there is nothing to exchange. Start more ranks.")
         model, buckets = on_all_ranks(partial(probe.model, overlap_with_backward(probe.device)))
         names = [name for name in HOOKS if name != "noop"]
-        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        measured = measure_exchange(model, buckets, names, probe.device, ranks_per_node=per_node)
+        measured = measure_exchange(model, buckets, names, probe.device)
     except JobError as error:
         fail(str(error))
     if dist.get_rank() == 0:

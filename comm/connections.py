@@ -91,6 +91,11 @@ class Connections:
         if self.failure is not None:
             raise RuntimeError(self.failure if self.failure == DESTROYED else f"{self.failure}\n{ADVICE}")
 
+    def nodes(self) -> list[str]:
+        """The name of each rank's node, as the ranks have found it. Waits until all ranks have connections."""
+        purpose = "The search for nodes"
+        return get_all(self.group, self._store, self._node_keys, purpose, self.check_peers)
+
     def executor(self, device: torch.device) -> Executor:
         """The executor that runs the hooks' algorithms on a device."""
         executor = self._executors.get(device)
@@ -99,9 +104,7 @@ class Connections:
             is_on_streams = has_streams(device)
             transport = GroupTransport(self.group if is_on_streams else self._duplicate_group("first"))
             later = None if is_on_streams else self._duplicate_group("later")
-            purpose = "The first exchange of gradients"
-            names = get_all(self.group, self._store, self._node_keys, purpose, self.check_peers)
-            transport.local_size = local_size(names)
+            transport.local_size = local_size(self.nodes())
             if later is None:
                 executor = StreamExecutor(transport, device)
             else:

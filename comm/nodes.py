@@ -15,6 +15,15 @@ def node_name() -> str:
     return f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}".rstrip()
 
 
+def ranks_per_node(nodes: Sequence[str]) -> int:
+    """Number of ranks on the node that has most of them.
+
+    Args:
+        nodes: name of the node of each rank.
+    """
+    return max(map(nodes.count, set(nodes)))
+
+
 def local_size(nodes: Sequence[str]) -> int:
     """Number of ranks on each node, if there are several nodes with equally many, consecutive ranks; else 1.
 

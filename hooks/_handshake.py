@@ -69,9 +69,9 @@ _PYTORCHS_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks."
 _INTERNAL_NAMES = """
 agree apply_settings begin_step bind_layouts check_counts check_loaded check_names check_shapes compares_memory
 continue_at count_step counts device_counters drop_buckets enter expect_handshake first_compressed_step folded
-follows_model forget_errors hook_name initialize keeps load_counts load_replicated_state make_bucket match_scale
-maybe_increase_iter merge_shards needs_names new_bucket parameter_names recorders replicated replicated_state
-residuals revoke_agreements sends_in_full serves_one_model settings unmatched_pattern
+follows_model forget_errors has_model hook_name initialize keeps load_counts load_replicated_state make_bucket
+match_scale maybe_increase_iter merge_shards needs_names new_bucket parameter_names recorders replicated
+replicated_state residuals revoke_agreements sends_in_full serves_one_model settings unmatched_pattern
 """
 
 
@@ -121,6 +121,10 @@ class HookSettings(Observed):
 
     def apply_settings(self, settings: dict[str, object]) -> None:
         """Apply settings that all ranks have agreed on; they may have changed since the last step."""
+
+    def has_model(self) -> bool:
+        """Whether a model is known that the state is registered on."""
+        return bool(registered_wrappers(self))
 
     def expect_handshake(self) -> None:
         """Request a handshake at the next bucket; call it after the state was loaded."""

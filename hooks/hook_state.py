@@ -225,6 +225,10 @@ class HookState(Guarded):
             return tuple(map(plain_name, bucket.parameter_names()))
         return self._names.in_bucket(bucket, self.needs_names)
 
+    def has_model(self) -> bool:
+        """Whether a model is known that the state is registered on."""
+        return self._names.is_complete or super().has_model()
+
     def needs_names(self) -> str | None:
         """The part of the options that needs parameter names, as the subject of an error; None if numbers suffice."""
         return None
@@ -363,6 +367,7 @@ class HookState(Guarded):
         self._latest_index = index
         if latest is None or index <= latest:  # the buckets of a step come in order, but any may be skipped
             self.begin_step()
+            self._step_in_progress = self._iter + 1
             if self._guard is not None:
                 self._guard.begin_step(self._iter)
         group, names = self.agree(bucket, self._process_group), self.parameter_names(bucket)

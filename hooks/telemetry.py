@@ -12,9 +12,12 @@ against the exact mean.
 
 from __future__ import annotations
 
+import atexit
 import json
+import logging
 import math
 import time
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -27,6 +30,7 @@ import torch
 from torch import Tensor
 
 from gradwire.comm import Algorithm, Collective, Driver, Transport
+from gradwire.comm.executor import EXIT_TIMEOUT_SECONDS
 from gradwire.compress import Gradients
 from gradwire.compress._validation import check_whole_number
 from gradwire.kernels import compute_dtype
@@ -38,6 +42,8 @@ def __dir__() -> list[str]:
     return __all__
 
 
+logger = logging.getLogger(__name__)
+
 Report = Callable[[Mapping[str, float]], None]
 
 
@@ -45,19 +51,25 @@ def to_jsonl(path: str | Path) -> Report:
     """A report that appends one line of JSON per measured step to a file; null where a number is not finite.
 
     Args:
-        path: path of the file; created if it does not exist.
+        path: path of the file; created, with its folder, if it does not exist.
+
+    Raises:
+        OSError: the folder cannot be created, or the file cannot be written.
     """
+    target = Path(path).absolute()  # the script may change its folder
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.open("a").close()
 
     def report(metrics: Mapping[str, float]) -> None:
         numbers = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        with Path(path).open("a") as file:
+        with target.open("a") as file:
             file.write(json.dumps(numbers) + "\n")
 
     return report
 
 
 def to_tensorboard(writer: Any, prefix: str = "gradwire/") -> Report:
-    """A report that writes scalars, such as ``gradwire/wire_ms``, to TensorBoard.
+    """A report that writes scalars, such as ``gradwire/wire_ms``, to TensorBoard, at their step.
 
     Args:
         writer: a ``torch.utils.tensorboard.SummaryWriter``.
@@ -74,12 +86,15 @@ def to_tensorboard(writer: Any, prefix: str = "gradwire/") -> Report:
 
 
 def to_wandb(run: Any, prefix: str = "gradwire/") -> Report:
-    """A report that logs to Weights & Biases, including ``gradwire/step``.
+    """A report that logs to Weights & Biases, with ``gradwire/step`` as the x-axis of its charts.
+
+    A run's own step counts the calls of ``log``, so it is not the training step.
 
     Args:
-        run: a run as returned by ``wandb.init()``, or the module ``wandb``.
+        run: a run as returned by ``wandb.init()``, or the module ``wandb`` after it.
         prefix: prefix of the metric names.
     """
+    run.define_metric(f"{prefix}*", step_metric=f"{prefix}step")
 
     def report(metrics: Mapping[str, float]) -> None:
         run.log({prefix + name: value for name, value in metrics.items()})
@@ -93,35 +108,47 @@ class Observed:
     # Class attributes: they are neither pickled nor part of a checkpoint.
     _recorder: Stopwatch | None = None  # whatever follows the buckets of a step: telemetry, the guard, or both
     _telemetry: Telemetry | None = None
+    _step_in_progress: int | None = None  # its number, from 1; None for a state that counts no steps
 
     def observe(self, *, every: int = 50, exact_every: int = 0, report: Report | None = None) -> None:
         """Measure one in ``every`` steps from now on. Call it on every rank, between the same two steps.
 
         Measuring does not change the result of a step. It computes the norms of the result and the error memory, and
-        reads them in a later step, without waiting for the device.
+        reads them in a later step, without waiting for the device. The last ones are read when the state is released or
+        the interpreter exits.
 
         Args:
             every: number of steps per measured step, at least 1.
             exact_every: number of steps per comparison with the exact mean; 0 for no comparisons. A comparison takes an
                 uncompressed all-reduce in fp32 and two flat copies of each bucket. Must be equal on all ranks.
             report: called with the `metrics` of each measured step, in the training thread; see `to_jsonl`,
-                `to_tensorboard` and `to_wandb`. Usually passed on one rank only.
+                `to_tensorboard` and `to_wandb`. Usually passed on one rank only. Its first exception is logged, with a
+                traceback; none ends the training.
 
         Raises:
             ValueError: a number of steps is out of range.
         """
+        check_whole_number("every", every, "a whole number of steps, at least 1", 1)
+        check_whole_number("exact_every", exact_every, "a whole number of steps, at least 0", 0)
+        if self._telemetry is not None:
+            self._telemetry.close()
         self._telemetry = Telemetry(self, every, exact_every, report)
         self._record()
+        # The latest function runs first: before a logger that was set up earlier ends.
+        atexit.register(_stop_at_exit, weakref.ref(self))
 
     def stop_observing(self) -> None:
         """Report the steps measured so far, and stop measuring. Call it on every rank, between the same two steps."""
         if self._telemetry is not None:
-            self._telemetry.flush()
+            self._warn_if_unused(self._telemetry)
+            self._telemetry.close()
         self._telemetry = None
         self._record()
 
     def metrics(self) -> dict[str, float]:
         """The metrics of the latest measured step; empty before the first one has ended.
+
+        Warns if no model uses the state.
 
         Raises:
             RuntimeError: `observe` was not called.
@@ -132,8 +159,21 @@ class Observed:
                 f"This {type(self).__name__} is not measured. Call state.observe() on every rank before the steps "
                 "that you want to measure."
             )
+        self._warn_if_unused(telemetry)
         telemetry.flush()
         return dict(telemetry.latest)
+
+    def has_model(self) -> bool:
+        """Whether a model is known that the state is registered on."""
+        return False
+
+    def _warn_if_unused(self, telemetry: Telemetry) -> None:
+        if not telemetry.has_begun and not self.has_model():
+            warnings.warn(
+                f"This {type(self).__name__} is observed, but has no model, so nothing is measured. Register it on the "
+                "model: model.register_comm_hook(state, hook).",
+                stacklevel=3,
+            )
 
     def recorders(self) -> list[Stopwatch]:
         """The objects that follow the buckets of a step, the innermost first."""
@@ -151,6 +191,11 @@ class Observed:
     def device_counters(self) -> Mapping[str, Tensor]:
         """Further totals among the metrics, one element each."""
         return {}
+
+
+def _stop_at_exit(state: weakref.ref[Observed]) -> None:
+    if (observed := state()) is not None:
+        observed.stop_observing()
 
 
 T = TypeVar("T")
@@ -280,8 +325,6 @@ class Telemetry(Stopwatch):
     """The measurements of a hook state; the arguments are those of `Observed.observe`."""
 
     def __init__(self, state: Observed, every: int, exact_every: int, report: Report | None) -> None:
-        check_whole_number("every", every, "a whole number of steps, at least 1", 1)
-        check_whole_number("exact_every", exact_every, "a whole number of steps, at least 0", 0)
         self.latest: dict[str, float] = {}  # the metrics of the latest measured step
         self._state = weakref.proxy(state)
         self._every = every
@@ -292,6 +335,15 @@ class Telemetry(Stopwatch):
         self._agreed_at = 0  # steps before the latest handshake: all ranks count comparisons from there
         self._sample: Sample | None = None  # the current step's
         self._pending: deque[Sample] = deque()
+        self._has_failed = False  # whether the report has raised
+
+    def __del__(self) -> None:
+        self.close()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a step has begun."""
+        return self._n_steps > 0
 
     def settings(self) -> dict[str, object]:
         """Comparisons with the exact mean are collectives."""
@@ -306,23 +358,47 @@ class Telemetry(Stopwatch):
         latest, self._latest_index = self._latest_index, index
         if latest is None or index <= latest:  # the buckets of a step come in the order of their indices
             self.flush()
-            # All samples of earlier steps are complete, except those of steps that failed or whose last bucket was
-            # skipped.
-            self._pending = deque(sample for sample in self._pending if sample.is_complete)
+            self._drop_incomplete()
             self._n_steps += 1
-            step = self._n_steps
-            is_exact = self._exact_every > 0 and (step - self._agreed_at) % self._exact_every == 0
-            self._sample = Sample(step, is_exact, self._state) if is_exact or step % self._every == 0 else None
+            n = self._n_steps
+            is_exact = self._exact_every > 0 and (n - self._agreed_at) % self._exact_every == 0
+            is_measured = is_exact or n % self._every == 0
+            self._sample = Sample(self._state._step_in_progress or n, is_exact, self._state) if is_measured else None
             if self._sample is not None:
                 self._pending.append(self._sample)
         return self._sample
 
+    def _drop_incomplete(self) -> None:
+        """Between two steps, drop the samples of steps that failed or whose last bucket was skipped."""
+        self._pending = deque(sample for sample in self._pending if sample.is_complete)
+
     def flush(self) -> None:
-        """Report the measurements that can be read without waiting."""
+        """Report the measurements that can be read without waiting. An error of the report is logged once."""
         while self._pending and self._pending[0].is_ready():
             self.latest = self._pending.popleft().metrics()
             if self._report is not None:
-                self._report(self.latest)
+                try:
+                    self._report(dict(self.latest))
+                except Exception:
+                    if not self._has_failed:
+                        logger.warning(
+                            "The report passed to observe() failed in step %d. Training continues, and later steps are "
+                            "reported. Further failures are not logged.",
+                            self.latest["step"],
+                            exc_info=True,
+                        )
+                    self._has_failed = True
+
+    def close(self) -> None:
+        """Report all measurements, between two steps. Waits for the device, `EXIT_TIMEOUT_SECONDS` at most."""
+        self._drop_incomplete()
+        if not self._pending:
+            return
+        deadline = time.monotonic() + EXIT_TIMEOUT_SECONDS
+        self.flush()
+        while self._pending and time.monotonic() < deadline:
+            time.sleep(1e-3)
+            self.flush()
 
 
 class Sample:

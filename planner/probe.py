@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from gradwire.comm import executor_for
+from gradwire.comm import connections_of, executor_for
+from gradwire.comm.nodes import ranks_per_node
 from gradwire.planner import jobs
 from gradwire.planner.compute_probe import Buckets, HookProbe, measure_model, measure_optimizer
 from gradwire.planner.jobs import Build, JobError
@@ -34,6 +35,7 @@ class GivenLink:
     world_size: int  # number of ranks
     bandwidth: float  # bits per second that each node sends
     latency: float  # seconds from one node to another
+    ranks_per_node: int = 1  # a divisor of the world size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +57,6 @@ def measure(
     device: torch.device,
     given: GivenLink | None = None,
     progress: Callable[[str], None] = lambda _: None,
-    ranks_per_node: int = 1,
 ) -> Measurement:
     """Measure a model, hooks, and the network of the default process group. A collective call.
 
@@ -68,10 +69,10 @@ def measure(
     assert group is not None, "no process group"
     progress("model")
     job = on_all_ranks(lambda: jobs.check(build(device), device))
-    overlap = overlap_with_backward(device, ranks_per_node if given is not None else None)
+    overlap = overlap_with_backward(device, given.ranks_per_node if given is not None else None)
     model, buckets = measure_model(job, group, device, overlap, MODEL_BUDGET)
     model = replace(model, optimizer=on_all_ranks(lambda: measure_optimizer(job, device)))
-    return measure_exchange(model, buckets, hooks, device, given, progress, ranks_per_node)
+    return measure_exchange(model, buckets, hooks, device, given, progress)
 
 
 def measure_exchange(
@@ -81,7 +82,6 @@ def measure_exchange(
     device: torch.device,
     given: GivenLink | None = None,
     progress: Callable[[str], None] = lambda _: None,
-    ranks_per_node: int = 1,
 ) -> Measurement:
     """Measure hooks and the network of the default process group, for a model that was measured. As `measure`."""
     group = dist.group.WORLD
@@ -93,8 +93,10 @@ def measure_exchange(
     if given is None:
         transport = executor_for(own, device).transport
         local_size, round_trip = transport.local_size, transport.round_trip
+        per_node = ranks_per_node(connections_of(own).nodes())
     else:
-        local_size, round_trip = (ranks_per_node if ranks_per_node < world_size else 1), 2 * given.latency
+        per_node = given.ranks_per_node
+        local_size, round_trip = (per_node if per_node < world_size else 1), 2 * given.latency
     costs = []
     with _frozen_heap():
         for name in names:
@@ -110,10 +112,10 @@ def measure_exchange(
     messages = [message for hook in slowest for bucket in hook.buckets for message in bucket.messages]
     samples: Mapping[str, Sequence[MessageTime]] = {}
     if given is None:
-        link, samples = measure_link(group, device, messages, ranks_per_node)
+        link, samples = measure_link(group, device, messages, per_node)
     else:
         overhead = overhead_per_message(group, device)
-        link = ideal_link(given.world_size, given.bandwidth, given.latency, messages, overhead, ranks_per_node)
+        link = ideal_link(given.world_size, given.bandwidth, given.latency, messages, overhead, per_node)
     return Measurement(
         model=model,
         hooks=slowest,

@@ -1,10 +1,14 @@
 """``gradwire run``: an unchanged script trains as with the hook registered in it, and is told what happened."""
 
 import gc
+import math
 import os
+import random
 import re
 import subprocess
 import sys
+from contextlib import ExitStack
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -16,16 +20,18 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.cli import run
+from gradwire.cli import run, run_advise
 from gradwire.hooks.default_hooks import fp16_compress_hook
 from gradwire.hooks.quantization_hooks import QuantizationState
+from gradwire.planner import link_probe, probe, script_probe
 from gradwire.planner.hook_registry import HOOKS
+from gradwire.planner.jobs import JobError
 from gradwire.planner.model import Overlap
 from gradwire.planner.script_probe import STEPS, ScriptProbe
 from gradwire.sharded import ReduceScatterOptions
 from tests.support.bits import assert_same_bits
 from tests.support.ranks import on_ranks
-from tests.support.training import SMALL, build, train, train_steps
+from tests.support.training import SMALL, SMALLEST, build, train, train_steps
 
 HANG_LIMIT = 600  # seconds
 
@@ -154,6 +160,9 @@ def test_unchanged_loop_of_hsdp_has_the_bits_of_attach():
     assert_same_bits(unchanged, attached)
     text = run.report(made)
     assert "2 ranks, 24 steps" in text and "times fewer bytes" in text
+    assert made[0].metrics["step"] == [12, 22], "one step in ten, after two plain ones"
+    assert set(made[0].metrics["gradient_bytes"]) == {4 * 2 * (64 * 64 + 64)}
+    assert "speed                not measured" in text and "compare with the step time without gradwire" in text
     assert "quantization_hook compresses the all-reduce of 2 parameter groups" in text
 
 
@@ -202,16 +211,32 @@ def test_stretches_alternate_without_telemetry_and_give_an_interval():
     first, n_steps = 2 + run.WARM_UP, 100
     sent = []
     plain = mock.Mock(wraps=torch_hooks.allreduce_hook)
-    with run.compressed("int4", measure=n_steps) as made, mock.patch.object(run.torch_hooks, "allreduce_hook", plain):
+    own_seconds, plain_seconds, slow, elsewhere = 0.003, 0.007, 9.0, 0.005
+    now = 0.0
+    with ExitStack() as stack:
+        made = stack.enter_context(run.compressed("int4", measure=n_steps))
+        stack.enter_context(mock.patch.object(run.torch_hooks, "allreduce_hook", plain))
+        stack.enter_context(mock.patch.object(run, "time", SimpleNamespace(perf_counter=lambda: now)))
         ddp = DistributedDataParallel(build("mlp"), bucket_cap_mb=1)
         observed = []
-        for _ in range(first + n_steps + 12):
+        for step in range(first + n_steps + 12):
+            n_sent = plain.call_count
             train_steps(ddp, 1)
             sent.append(plain.call_count)
             observed.append(made[0]._state._telemetry is not None)
+            if first <= step < first + n_steps:  # the first step of a stretch is slow
+                seconds = plain_seconds if plain.call_count > n_sent else own_seconds
+                now += seconds if (step - first) % run.STRETCH else slow
+            else:
+                now += elsewhere
     (compression,) = made
     kinds = [False, True, True, False] * 2 + [False, True]
     assert [kind for kind, _ in compression.stretches] == kinds
+    expected = [own_seconds if kind else plain_seconds for kind in kinds]
+    assert [seconds for _, seconds in compression.stretches] == pytest.approx(expected, rel=1e-6)
+    assert compression.step_seconds == pytest.approx([elsewhere] * len(compression.step_seconds), rel=1e-6)
+    # The steps of the state, which has seen every second stretch only.
+    assert compression.metrics["step"] == [12, 22, first + n_steps // 2 + 10]
     is_plain = [after > before for before, after in zip([0, *sent], sent, strict=False)]
     tens = [is_plain[at : at + run.STRETCH] for at in range(first, first + n_steps, run.STRETCH)]
     assert [set(each) for each in tens] == [{not kind} for kind in kinds]
@@ -219,10 +244,13 @@ def test_stretches_alternate_without_telemetry_and_give_an_interval():
     assert not any(observed[first : first + n_steps])
     assert len(compression.metrics["step"]) == 3, "two before, one after"
     text = run.report(made)
+    assert "not measured" not in text and re.search(r"time of a step +5 ms\n", text)
     own, other, gain, low, high = re.search(
-        r"(\S+) ms a step without int4, (\S+) ms with it: (\S+) times as fast \(95 % interval (\S+) to (\S+), 5 pairs",
+        r"faster: (\S+) ms a step without int4, (\S+) ms with it, (\S+) times as fast "
+        r"\(95 % interval (\S+) to (\S+), 5 pairs of 10 steps\)$",
         text,
     ).groups()
+    assert (own, other, gain) == ("7", "3", "2.33")
     assert float(low) <= float(gain) <= float(high)
     assert float(own) / float(other) == pytest.approx(float(gain), rel=0.02)
 
@@ -243,14 +271,73 @@ def test_quantiles_are_students(freedom, expected):
     assert run.t_quantile(freedom) == pytest.approx(expected, rel=0.01)
 
 
-def test_interval_contains_the_gain_of_noisy_stretches_and_is_narrow():
-    noise = [1.0, 1.1, 0.9, 1.05, 0.95, 1.0]
-    stretches = [pair for n in noise for pair in ((False, 0.3 * n), (True, 0.1))]
-    gain, low, high = map(
-        float, re.findall(r"([\d.]+) times.*interval ([\d.]+) to ([\d.]+)", run._comparison(stretches, "int4", 123))[0]
-    )
-    assert 2.7 < low < gain < high < 3.3
-    assert gain == pytest.approx(3, rel=0.02)
+def stretches_of(gains):
+    """Plain and compressed stretches in the order of a run; each pair has another pace, and the logarithm of its ratio
+    is its gain.
+    """
+    pairs = [((False, 0.3 + 0.1 * i), (True, (0.3 + 0.1 * i) * math.exp(-gain))) for i, gain in enumerate(gains)]
+    return [each for i, pair in enumerate(pairs) for each in (pair if i % 2 == 0 else pair[::-1])]
+
+
+def test_speed_up_is_the_mean_of_the_pairs_with_students_interval():
+    found = run.speed_up(stretches_of([0.1, 0.3, 0.2, 0.25, 0.15]))
+    assert math.log(found.ratio) == pytest.approx(0.2)
+    # The standard deviation is sqrt(0.025 / 4), and the 97.5 % quantile 2.776 with 4 degrees of freedom.
+    half = 2.776 * math.sqrt(0.025 / 4) / math.sqrt(5)
+    assert math.log(found.low) == pytest.approx(0.2 - half, rel=0.01)
+    assert math.log(found.high) == pytest.approx(0.2 + half, rel=0.01)
+    assert found.plain == pytest.approx((0.3 * 0.4 * 0.5 * 0.6 * 0.7) ** (1 / 5))
+    assert found.own == pytest.approx(found.plain / found.ratio)
+    assert found.pairs == 5
+    assert run.speed_up(stretches_of([0.1, 0.3, 0.2, 0.25])) is None, "four pairs are too few"
+
+
+@pytest.mark.parametrize(
+    ("gains", "expected"),
+    [
+        ([0.1, 0.3, 0.2, 0.25, 0.15], r"  measured             faster: .* 1.22 times as fast \(.*\)$"),
+        ([-0.1, -0.3, -0.2, -0.25, -0.15], r"  measured             slower: .* 0.819 times as fast \(.*\)$"),
+        # The standard deviation is sqrt(0.178 / 4), so 20 (2.8 * 0.211 / 0.07)^2 = 1,424 steps.
+        (
+            [0.3, -0.1, 0.2, -0.2, 0.15],
+            r"  measured             no difference shown: .* 1.07 times as fast \(95 % interval 0.82[56] to 1.39, "
+            r"5 pairs of 10 steps\); about 1,500 steps would decide it: --measure 1500$",
+        ),
+        (
+            [0.25, -0.25, 0.5, -0.5, 0.0],
+            r"  measured             no difference shown: .*\); not even 1,000,000 steps would decide it$",
+        ),
+    ],
+    ids=["faster", "slower", "undecided", "equal"],
+)
+def test_report_begins_with_the_answer_that_the_interval_allows(gains, expected):
+    compression = SimpleNamespace(hook_name="int4", comparison_end=123, stretches=stretches_of(gains))
+    assert re.match(expected, run._speed(compression))
+
+
+def test_suggested_steps_decide_four_of_five_runs():
+    draw, mean, spread = random.Random(0), 0.1, 0.2
+
+    def gains(number):
+        return [draw.gauss(mean, spread) for _ in range(number)]
+
+    # Five pairs whose mean and standard deviation are those of the distribution.
+    found = run.speed_up(stretches_of([mean + spread * each for each in (-1.2, -0.4, -0.4, 0.8, 1.2)]))
+    verdicts = [
+        run.speed_up(stretches_of(gains(found.deciding_steps // (2 * run.STRETCH)))).verdict for _ in range(500)
+    ]
+    assert 0.72 < verdicts.count("faster") / len(verdicts) < 0.88
+    assert verdicts.count("slower") < 5
+
+
+def test_error_at_first_and_at_the_end_are_the_first_and_the_last_measured(world_of_one):
+    with run.compressed("int4") as made:
+        train_steps(DistributedDataParallel(build("mlp")), 13)
+    made[0].release()
+    made[0].metrics["residual_ratio"] = [0.5, 0.3, 0.2, 0.1]
+    text = run.report(made)
+    assert "error / gradient     0.5 at first, 0.1 at the end" in text
+    assert "1 rank, 13 steps" in text
 
 
 @pytest.mark.parametrize(
@@ -268,7 +355,8 @@ def test_script_runs_as_main_with_its_arguments_and_a_report(tmp_path, command, 
     assert status == 0, errors
     assert output.count("__main__ ['0.1', '--hook']") == processes
     assert errors.count("gradwire run: ") == 1, "one rank reports"
-    assert f"int4 on Linear, 4,160 parameters, {processes} ranks, 25 steps" in errors
+    assert f"int4 on Linear, 4,160 parameters, {processes} rank{'s' * (processes > 1)}, 25 steps\n" in errors
+    assert "speed                not measured: int4 may make steps faster or slower; add --measure 200" in errors
     assert re.search(r"sent in a step +\S+ kB instead of 16.6 kB: \S+ times fewer bytes", errors)
     assert re.search(r"error / gradient +\S+ at first", errors)
 
@@ -284,6 +372,127 @@ def test_advise_prints_the_advice_for_the_script_and_ends_it(tmp_path):
     assert "2 ranks on 1 node" in output
     assert output.count("no hook") >= 1 and ("Do not compress" in output or "Use " in output)
     assert "__main__" not in output, "the script has not reached its end"
+
+
+def advice_of(ddp_probe):
+    """Exit status and output of the advice for a probe, with few measurements of two hooks."""
+    few = {"HOOKS": {name: HOOKS[name] for name in ("none", "bf16", "noop")}}
+    printed = []
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.multiple(run_advise, **few))
+        stack.enter_context(mock.patch.multiple(link_probe, SIZES=(1 << 8, 1 << 12)))
+        stack.enter_context(mock.patch.multiple(probe, HOOK_BUDGET=0.0))
+        stack.enter_context(
+            mock.patch("rich.console.Console.print", lambda _, *text, **__: printed.append(" ".join(map(str, text))))
+        )
+        end = stack.enter_context(pytest.raises(SystemExit))
+        run_advise._advise_script(ddp_probe)
+    return end.value, "\n".join(printed)
+
+
+def trained_probe():
+    probes = []
+    ddp = DistributedDataParallel(build("mlp"), bucket_cap_mb=SMALL)
+    ScriptProbe(ddp, probes.append)
+    train_steps(ddp, STEPS + 1)
+    return probes[0]
+
+
+@pytest.mark.parametrize(("n_hosts", "nodes"), [(1, "4 ranks on 1 node,"), (2, "4 ranks on 2 nodes,")])
+@on_ranks(4)
+def test_advise_finds_nodes_by_host_names_without_a_variable_of_the_launcher(n_hosts, nodes):
+    host = f"host {dist.get_rank() * n_hosts // 4}"
+    with mock.patch.dict(os.environ), mock.patch("socket.gethostname", lambda: host):
+        for name in ("LOCAL_WORLD_SIZE", "GROUP_RANK"):
+            os.environ.pop(name, None)
+        end, printed = advice_of(trained_probe())
+    assert (type(end), end.code) == (run_advise.AdviceGiven, 0)
+    assert (f"Network:  {nodes}" in printed) == (dist.get_rank() == 0)
+    assert (printed == "") == (dist.get_rank() > 0)
+
+
+@on_ranks(2)
+def test_advise_ends_every_rank_if_a_model_cannot_be_measured():
+    failing = mock.Mock(device=torch.device("cpu"))
+    failing.model.side_effect = JobError("no gradient") if dist.get_rank() == 1 else None
+    with mock.patch("builtins.print") as printed:
+        end, _ = advice_of(failing)
+    assert end.code == 1
+    assert [call.args for call in printed.mock_calls] == [("gradwire run: On rank 1: no gradient",)] * (
+        dist.get_rank() == 0
+    )
+
+
+def test_advise_of_one_rank_says_that_nothing_is_exchanged(world_of_one, capsys):
+    end, _ = advice_of(mock.Mock(device=torch.device("cpu")))
+    assert end.code == 1
+    assert "gradwire run: The world size is 1, so there is nothing to exchange." in capsys.readouterr().err
+
+
+@on_ranks(2)
+def test_advise_measures_the_first_model_of_all_ranks_and_ignores_its_hook():
+    own, _ = dist.new_subgroups(group_size=1)
+    with mock.patch.object(run_advise, "ScriptProbe") as made, run_advise.advised():
+        DistributedDataParallel(build("mlp"), process_group=own)
+        gradwire.DistributedDataParallel(build("mlp"))
+        assert made.mock_calls == []
+        ddp = DistributedDataParallel(build("mlp"))
+        ddp.register_comm_hook(None, fp16_compress_hook)
+        ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+        DistributedDataParallel(build("mlp"))
+    made.assert_called_once_with(ddp, run_advise._advise_script)
+    DistributedDataParallel(build("mlp"))
+    assert made.call_count == 1, "the class is as before"
+
+
+class Tick(torch.autograd.Function):
+    """Lets a clock run in the forward and in the backward."""
+
+    @staticmethod
+    def forward(context, values, clock, forward, backward):
+        context.clock, context.seconds = clock, backward
+        clock[0] += forward
+        return values.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        context.clock[0] += context.seconds
+        return gradient, None, None, None
+
+
+def test_probe_counts_times_of_buckets_from_the_begin_of_the_backward(world_of_one, monkeypatch):
+    clock = [0.0]
+
+    class Mark:
+        def __init__(self, device):
+            self.seconds = clock[0]
+
+        def milliseconds_since(self, earlier):
+            return 1e3 * (self.seconds - earlier.seconds)
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+        def forward(self, values):
+            return self.second(Tick.apply(self.first(values), clock, 40, 20))
+
+    monkeypatch.setattr(script_probe, "Mark", Mark)
+    ddp = DistributedDataParallel(Model(), bucket_cap_mb=SMALLEST)
+    ddp_probe = ScriptProbe(ddp, lambda _: None)
+    for _ in range(STEPS + 1):
+        output = ddp(torch.ones(1, 4))
+        clock[0] += 1  # the loss
+        output.sum().backward()
+        clock[0] += 3  # the optimizer
+    cost, buckets = ddp_probe.model(Overlap.NOTHING)
+    names = [name for spec in buckets.specs for name in spec.names]
+    assert names == ["second.bias", "second.weight", "first.bias", "first.weight"]
+    assert cost.forward == pytest.approx(40)
+    assert cost.ready == pytest.approx((1, 1, 21, 21))
+    assert cost.backward == pytest.approx(21)
+    assert cost.optimizer == pytest.approx(3)
 
 
 @on_ranks(2)
@@ -356,6 +565,9 @@ def test_module_and_error_of_a_script_are_as_without_it(tmp_path, monkeypatch):
     ("arguments", "message"),
     [
         (["train.py"], "one of the arguments --hook --advise is required"),
+        (["train.py", "--hook", "int4"], "--hook stands after the script's name, so it is an option of the script."),
+        (["train.py", "--hook=int4"], "script's name: python -m gradwire.run --hook int4 train.py"),
+        (["-m", "training", "x", "--advise"], "--advise stands after the script's name"),
         (["--hook", "int4", "--advise", "train.py"], "--advise: not allowed with argument --hook"),
         (["--hook", "int5", "train.py"], "invalid choice: 'int5'"),
         (["--hook", "int4", "--measure", "20", "train.py"], "'20' is not a whole number of steps, at least 100"),
@@ -368,6 +580,12 @@ def test_bad_options_are_named(capsys, arguments, message):
     with pytest.raises(SystemExit, match="2"):
         run.main(arguments)
     assert message in capsys.readouterr().err
+
+
+def test_options_after_the_script_are_refused_by_the_launcher(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        run.launch(["--nproc-per-node", "2", "train.py", "--hook", "int4"])
+    assert "stand before the script's name: gradwire run --hook int4 train.py" in capsys.readouterr().err
 
 
 def test_program_that_is_no_script_is_refused(capsys):

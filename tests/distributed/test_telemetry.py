@@ -1,9 +1,17 @@
 """Telemetry: measuring a step changes no bit of it, and the numbers are those of the formulas."""
 
+import gc
 import json
+import logging
 import math
+import os
 import pickle
+import subprocess
+import sys
+import warnings
+import weakref
 from contextlib import ExitStack
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -12,13 +20,15 @@ import torch.distributed as dist
 from torch.profiler import profile
 
 import gradwire
-from gradwire.hooks import _handshake
+from gradwire.comm import LocalTransport, run_algorithm
+from gradwire.hooks import _handshake, telemetry
 from gradwire.hooks.default_hooks import CastState, bf16_compress_hook, fp16_compress_hook
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
-from gradwire.hooks.telemetry import to_jsonl, to_tensorboard, to_wandb
+from gradwire.hooks.telemetry import Timeline, to_jsonl, to_tensorboard, to_wandb
 from tests.support.bits import assert_same_bits
+from tests.support.harness import ENVIRONMENT
 from tests.support.ranks import on_ranks
 from tests.support.training import (
     HOOKS,
@@ -225,6 +235,22 @@ def test_norms_of_fp16_gradients_do_not_overflow():
     assert metrics["cosine"] == pytest.approx(1, abs=1e-12)
 
 
+def test_times_of_a_bucket_are_split_at_the_collectives(monkeypatch):
+    # Begin and end of each part between collectives, in seconds.
+    clock = iter([0.0, 2.0, 5.0, 12.0, 13.0, 18.0])
+    monkeypatch.setattr(telemetry, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    transport, timeline = LocalTransport(), Timeline(torch.device("cpu"))
+
+    async def two_collectives():
+        await transport.all_reduce(torch.zeros(3))
+        await transport.all_reduce(torch.zeros(5))
+
+    run_algorithm(timeline.measured(two_collectives()), transport)
+    encode, wire, decode = timeline.milliseconds()
+    assert (encode, wire, decode) == (1e3 * (2 + 7), 1e3 * (3 + 1), 1e3 * 5)
+    assert timeline.sent_bytes == 4 * (3 + 5)
+
+
 # --- which steps are measured
 
 
@@ -237,18 +263,44 @@ def test_only_every_kth_step_is_measured():
     assert reports == [(4, False), (6, True), (8, False), (12, True)]
 
 
-def test_metrics_are_empty_before_the_first_measured_step():
-    state = QuantizationState(None)
-    state.observe(every=10)
-    assert state.metrics() == {}
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_metrics_are_empty_before_the_first_measured_step(wrapper, world_of_one):
+    for state, hook in ((QuantizationState(None), quantization_hook), (CastState(), fp16_compress_hook)):
+        ddp = WRAPPERS[wrapper](torch.nn.Linear(2, 2))
+        ddp.register_comm_hook(state, hook)
+        state.observe(every=10)
+        with warnings.catch_warnings(action="error"):
+            assert state.metrics() == {}
+        ddp(torch.ones(1, 2)).sum().backward()
+        with warnings.catch_warnings(action="error"):
+            assert state.metrics() == {}
 
 
-def test_metrics_without_observe_raise():
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@on_ranks(2)
+def test_step_of_a_resumed_run_is_that_of_the_state(wrapper):
+    before = QuantizationState(None, "int8")
+    train_steps(wrapped(wrapper, hook=(before, quantization_hook)), 4)
+    state, reports = QuantizationState(None, "int8"), []
+    for bucket_cap_mb in (25, SMALL):  # one bucket and several
+        ddp = wrapped(wrapper, hook=(state, quantization_hook), bucket_cap_mb=bucket_cap_mb)
+        state.load_state_dict(before.state_dict())
+        state.observe(every=2, report=lambda metrics: reports.append(metrics["step"]))
+        train_steps(ddp, 4)
+        state.stop_observing()
+        assert state.iter == 8
+        state = QuantizationState(None, "int8")
+    assert reports == [6, 8, 6, 8]
+
+
+def test_metrics_without_observe_raise_and_without_a_model_warn():
     for state in (CastState(), ScaledCastState(), QuantizationState(None), PowerSGDState(None)):
         with pytest.raises(RuntimeError, match=r"Call state.observe\(\) on every rank"):
             state.metrics()
         state.observe()
-        state.stop_observing()
+        for call in (state.metrics, state.stop_observing):
+            with pytest.warns(UserWarning, match="State is observed, but has no model.*register_comm_hook"):
+                call()
         with pytest.raises(RuntimeError, match="is not measured"):
             state.metrics()
 
@@ -321,15 +373,121 @@ def test_observed_cast_state_pickles_without_its_measurements():
 # --- where the numbers go
 
 
-def test_jsonl_report_appends_one_line_per_step(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    report = to_jsonl(path)
+class FullDiskError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("hook", ["bf16_in_fp32", "int4"])
+@on_ranks(2)
+def test_report_that_raises_is_logged_once_and_changes_no_bit(hook):
+    state, function = HOOKS[hook](None)
+    records, called, n_failures = [], [], 3
+    handler = logging.Handler()
+    handler.emit = records.append
+
+    def report(metrics):
+        called.append(metrics["step"])
+        if len(called) <= n_failures:
+            raise FullDiskError("no space left")
+
+    state.observe(every=1, report=report if dist.get_rank() == 0 else None)
+    telemetry.logger.addHandler(handler)
+    try:
+        observed = train("gradwire", "mlp", hook=(state, function), steps=5)
+        state.stop_observing()
+    finally:
+        telemetry.logger.removeHandler(handler)
+    assert_same_bits(observed, train("gradwire", "mlp", hook=hook, steps=5))
+    assert called == [1, 2, 3, 4, 5] * (dist.get_rank() == 0)
+    assert [record.levelname for record in records] == ["WARNING"] * (dist.get_rank() == 0)
+    for record in records:
+        assert "The report passed to observe() failed in step 1" in record.getMessage()
+        assert record.exc_info[0] is FullDiskError
+
+
+@pytest.mark.parametrize("holder", ["state", "report"])
+def test_last_step_is_reported_when_the_state_is_released(holder, world_of_one):
+    """Also if the report holds the state, as a method of a trainer does."""
+    state, reports = QuantizationState(None, "int8"), []
+    kept = state if holder == "report" else None
+
+    def report(metrics, state=kept):
+        reports.append(metrics["step"])
+
+    ddp = wrapped(hook=(state, quantization_hook))
+    state.observe(every=1, report=report)
+    train_steps(ddp, 3)
+    assert reports == [1, 2]
+    released = weakref.ref(state)
+    del state, ddp, kept, report
+    gc.collect()
+    assert released() is None
+    assert reports == [1, 2, 3]
+
+
+def test_observing_anew_reports_the_last_step_first(world_of_one):
+    state, reports = QuantizationState(None, "int8"), []
+    ddp = wrapped(hook=(state, quantization_hook))
+    for name in "ab":
+        state.observe(every=1, report=lambda metrics, name=name: reports.append((name, metrics["step"])))
+        train_steps(ddp, 2)
+    state.stop_observing()
+    assert reports == [("a", 1), ("a", 2), ("b", 3), ("b", 4)]
+
+
+UNTIL_EXIT = """
+import sys
+import torch
+import torch.distributed as dist
+import gradwire
+from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
+from gradwire.hooks.telemetry import to_jsonl
+
+store = dist.HashStore()
+dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+model = gradwire.DistributedDataParallel(torch.nn.Linear(8, 8))
+state = QuantizationState()
+model.register_comm_hook(state, quantization_hook)
+unused = QuantizationState()
+unused.observe()
+state.observe(every=1, report=to_jsonl(sys.argv[1]))
+for _ in range(3):
+    model(torch.ones(2, 8)).sum().backward()
+if sys.argv[2] == "fails":
+    raise ValueError("of the script")
+"""
+
+
+@pytest.mark.parametrize("how", ["ends", "fails"])
+def test_last_step_is_reported_at_exit(tmp_path, how):
+    path = tmp_path / "folder" / "metrics.jsonl"
+    command = [sys.executable, "-c", UNTIL_EXIT, str(path), how]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | ENVIRONMENT)
+    assert done.returncode == (how == "fails"), done.stderr
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
+    assert done.stderr.count("QuantizationState is observed, but has no model") == 1, done.stderr
+    assert ("Traceback" in done.stderr) == (how == "fails")
+
+
+def test_jsonl_report_appends_one_line_per_step(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    report, path = to_jsonl("new/folder/metrics.jsonl"), tmp_path / "new/folder/metrics.jsonl"
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
     report({"step": 1, "wire_ms": 2.5})
     report({"step": 11, "wire_ms": math.inf})
     assert [json.loads(line) for line in path.read_text().splitlines()] == [
         {"step": 1, "wire_ms": 2.5},
         {"step": 11, "wire_ms": None},
     ]
+
+
+@pytest.mark.parametrize("path", ["a_folder", "a_file/metrics.jsonl"])
+def test_jsonl_path_that_cannot_be_written_raises_at_the_call(tmp_path, path):
+    (tmp_path / "a_folder").mkdir()
+    (tmp_path / "a_file").touch()
+    with pytest.raises(OSError, match=path.split("/")[0]):
+        to_jsonl(tmp_path / path)
 
 
 def test_tensorboard_report_writes_scalars_at_the_step():
@@ -341,9 +499,10 @@ def test_tensorboard_report_writes_scalars_at_the_step():
     ]
 
 
-def test_wandb_report_logs_all_numbers_at_once():
+def test_wandb_report_logs_all_numbers_at_once_over_the_step():
     run = mock.Mock()
     to_wandb(run, prefix="hook/")({"step": 7, "wire_ms": 2.5})
+    run.define_metric.assert_called_once_with("hook/*", step_metric="hook/step")
     assert run.log.mock_calls == [mock.call({"hook/step": 7, "hook/wire_ms": 2.5})]
 
 

@@ -22,7 +22,17 @@ from gradwire.bench.record import Metric, load
 from gradwire.bench.tables import format_bandwidth
 from gradwire.cli.advise import print_advice, to_json
 from gradwire.planner.hook_registry import HOOKS, STEPS_TO_TARGET, TOLERATED_STEPS, accuracy_of, is_aggressive
-from gradwire.planner.model import BucketCost, HookCost, Link, Message, MessageCost, ModelCost, Overlap
+from gradwire.planner.model import (
+    BETWEEN_NODES,
+    IN_NODE,
+    BucketCost,
+    HookCost,
+    Link,
+    Message,
+    MessageCost,
+    ModelCost,
+    Overlap,
+)
 from gradwire.planner.probe import Measurement
 from gradwire.planner.recommend import DEFAULT_CAP_MB, WORTHWHILE, LargerBuckets, advise, larger_buckets
 
@@ -102,6 +112,22 @@ def test_recommended_hook_makes_a_step_five_percent_faster(seconds, recommended)
     advice = advise(Measurement(model=model, hooks=hooks, link=link, threads=1, is_link_measured=True))
     assert advice.recommended == recommended
     assert "the best is no hook" not in advice.reason
+
+
+def test_bytes_on_nodes_are_those_that_leave_them():
+    """16 ranks on two nodes: each sends 400 bytes in its node, and 24 bytes, of an eighth, to its peer."""
+    on_nodes = (Message("all-to-all" + IN_NODE, 400), Message("all-to-all" + BETWEEN_NODES, 24))
+    int4 = HookCost(name="int4", buckets=(BucketCost(0.0, (0.0, 0.0, 0.0), on_nodes, 0.0),), memory_bytes=0)
+    case = measured(1e9, hook("none", 800, 0.0), hook("bf16", 400, 0.0))
+    link = replace(case.link, world_size=16, ranks_per_node=8)
+    costs = {**link.costs, **{message.kind: MessageCost(0, 1e-13) for message in on_nodes}}
+    case = replace(case, hooks=(*case.hooks, int4), link=replace(link, costs=costs))
+    plain, _, own = advise(case).predictions
+    assert own.payload_bytes == 24
+    assert own.bytes_kept == 24 * 8
+    assert own.network_bytes == 24 * 16
+    assert plain.payload_bytes == plain.bytes_kept == 800
+    assert plain.network_bytes == 2 * 2 * 800 * 15 / 16  # a ring of 16 ranks leaves each node once
 
 
 def test_thresholds_in_the_docs_are_those_of_the_code():

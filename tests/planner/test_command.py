@@ -134,7 +134,7 @@ def test_single_process_predicts_for_a_given_network(folder):
     [
         ({}, [], []),
         ({}, ["--ranks-per-node", "2"], [1]),
-        ({"LOCAL_WORLD_SIZE": "2"}, [], [1]),
+        ({"LOCAL_WORLD_SIZE": "2"}, [], []),
         ({"OMP_NUM_THREADS": "3"}, ["--ranks-per-node", "2"], []),
         ({"OMP_NUM_THREADS": "3"}, ["--ranks-per-node", "2", "--threads", "4"], [4]),
     ],
@@ -194,7 +194,10 @@ def test_incomplete_or_wrong_options_are_refused(arguments, message):
     assert message in refusal(*arguments)
 
 
-@pytest.mark.parametrize("option", [("--bandwidth", "100mbit"), ("--world-size", "8"), ("--latency", "50")])
+@pytest.mark.parametrize(
+    "option",
+    [("--bandwidth", "100mbit"), ("--world-size", "8"), ("--latency", "50"), ("--ranks-per-node", "2")],
+)
 def test_given_network_under_torchrun_is_refused_by_rank_0(monkeypatch, option):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
