@@ -45,8 +45,6 @@ KINDS = {  # where, and the arguments of attach
     "hsdp-within-no-errors": ("hsdp", lambda: {"state": exact_state(), "within": WITHIN}),
     "fsdp": ("fsdp", lambda: {"within": WITHIN}),
 }
-QUICK = ("replicate", "fsdp")
-SLOW = [pytest.mark.slow]
 
 
 def failing(number, is_done):
@@ -89,12 +87,47 @@ def errors_of(attachment):
     return {name: sum(each[name] for each in memory) for name in memory[0]}
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=SLOW * (kind not in QUICK)) for kind in KINDS])
+def exchanges_of(arguments):
+    """Number of exchanges in a backward.
+
+    Three parameter groups, each with the start and the end of an all-reduce, and a reduce-scatter; then one exchange
+    per process group at the end of the backward.
+    """
+    return 6 * ("state" in arguments) + 3 * ("within" in arguments) + 1
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(4, limit=60)
+def test_law1_over_steps_that_fail_at_their_begin_and_at_their_end(kind, reduction):
+    """Before the first exchange, a step is lost as a whole. After the last one, all of it is applied later."""
+    last = exchanges_of(KINDS[kind][1]()) - 1
+    kept = fail_and_repeat(kind, reduction, [(0, False), (last, False)])
+    assert kept == [{(0, 0)}, {(1, 1)}]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 @on_ranks(4, limit=120)
 def test_law1_over_failed_and_repeated_steps(kind):
     """A shard of a replica's gradient in a failed step is either applied later, or lost as a whole."""
+    points = itertools.product(range(exchanges_of(KINDS[kind][1]())), (False, True))
+    kept = fail_and_repeat(kind, "mean", list(points)[:-1])
+    assert kept[0] != {(1, 1)}  # no exchange of the first parameter group in one replica, or between two of its shards
+    assert (1, 1) in kept[-1]
+
+
+def fail_and_repeat(kind, reduction, points):
+    """Train with a failed step at each point, an exchange and whether it is done, and check that law 1 holds.
+
+    Returns, for each point, which replicas' shards of the failed step are applied later: (0, 1) is the second's only.
+    """
     place, arguments = KINDS[kind]
     model = sharded(place)
+    if reduction == "sum":
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(4.0)  # FSDP2 sums, and divides before and after
     attachment = gradwire.attach(model, **arguments())
     exact = {name: torch.zeros(each.shape, dtype=torch.float64) for name, each in model.named_parameters()}
     applied = {name: each.clone() for name, each in exact.items()}
@@ -109,11 +142,7 @@ def test_law1_over_failed_and_repeated_steps(kind):
     for number in range(START + 1):
         step(number)
     kept = []
-    # Three parameter groups, each with the start and the end of an all-reduce, and a reduce-scatter; then one exchange
-    # per process group at the end of the backward.
-    n_exchanges = 6 * ("state" in arguments()) + 3 * ("within" in arguments()) + 1
-    schedule = [(number, is_done) for number in range(n_exchanges) for is_done in (False, True)][:-1]
-    for number, is_done in schedule:
+    for number, is_done in points:
         with failing(number, is_done):
             assert "on one rank" in message_of(backward, model, 9)
         attachment.resynchronize()
@@ -134,9 +163,8 @@ def test_law1_over_failed_and_repeated_steps(kind):
         if place != "fsdp":
             by_rank = from_all_ranks(gradients(model))
             assert_same_bits(by_rank[0], by_rank[2])
-    assert kept[0] != {(1, 1)}  # no exchange of the first parameter group in one replica, or between two of its shards
-    assert (1, 1) in kept[-1]
     assert norm(list(errors.values())) > 1e-3
+    return kept
 
 
 @on_ranks(4)
