@@ -420,8 +420,6 @@ class Checkpointed(DeclaredMemory):
     def load_replicated_state(self, replicated: dict[str, Any]) -> None:
         """Continue from the `replicated_state` of another rank; keep this rank's error memory."""
         self.drop_buckets()
-        # A rank that was ahead may have taken shares that another has not.
-        self._take_shares({name for loaded in self._loaded.values() for name in loaded}, self._group)
         for entry in self.memory.keys() & replicated.keys():
             self._tensors[entry] = {name: tensor.clone() for name, tensor in replicated[entry].items()}
         self._restored(replicated)

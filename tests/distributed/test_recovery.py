@@ -289,21 +289,46 @@ def test_stored_exception_holds_no_connection_open(during):
 # --- checkpoints and step counts
 
 
-@pytest.mark.parametrize("hook", ["int4", "powersgd", "topk"])
-@on_ranks(2)
+@pytest.mark.parametrize("hook", ["int4", "int4_on_nodes", "powersgd", "topk"])
+@on_ranks(2, 3)
 def test_errors_of_a_checkpoint_that_one_rank_has_used_before_an_error_are_not_lost(hook):
-    ddp = wrapped(hook=hook)
-    state = ddp._comm_hooks[0][1]
-    train_steps(ddp, 4)
-    saved = state.state_dict()
+    training = Training(hook, group=dist.new_group())
+    training.run(START + 2)
+    state, ddp, module, generator = training.state, training.ddp, training.module, own_batches(1)
+    saved, ledger, last = state.state_dict(), Ledger(module), ddp.reducer.buckets[-1]
+    for name, error in errors_of(saved).items():
+        ledger.lost[name] += error
+
+    def step():
+        """This rank's gradients."""
+        batch = module.batch(generator)
+        own = torch.autograd.grad(module(*batch), list(module.parameters()))
+        ddp.zero_grad()
+        error = error_of(lambda: ddp(*batch).backward())
+        return dict(zip(ledger.lost, own, strict=True)), error
+
     state.load_state_dict(saved)
-    last = len(ddp.reducer.buckets) - 1
-    with failing_hook(ddp, last if dist.get_rank() == 1 else -1):  # before it takes its share of that bucket
-        assert error_of(train_steps, ddp, 1) is not None
+    # Rank 1 fails before it takes its share of the last bucket. The gradients of the others return to the errors.
+    with failing_hook(ddp, last.index() if dist.get_rank() == 1 else -1):
+        own, error = step()
+    assert error is not None
     ddp.resynchronize()
-    train_steps(ddp, 3)
+    ledger.add(own | dict.fromkeys(last.parameter_names()), dict.fromkeys(own))
+    compared = errors_of(saved).keys()
+    if hook == "powersgd":  # which adds a gradient to its error before it sends anything
+        compared -= set(last.parameter_names())
+    assert compared.isdisjoint(ledger.close(state))
+    assert len(compared) >= 2
+    ledger = Ledger(module)
+    for name, error in errors_of(state.state_dict()).items():
+        ledger.lost[name] += error
+    for _ in range(2):
+        own, error = step()
+        assert error is None
+        ledger.add(own, gradients(ddp))
     assert_same_on_all_ranks(from_all_ranks(state.iter))
-    assert state.state_dict()["errors"].keys() == saved["errors"].keys()
+    assert ledger.close(state) == []
+    assert errors_of(state.state_dict()).keys() == errors_of(saved).keys()
 
 
 @pytest.mark.parametrize("hook", ["scaled_fp16", "int4", "powersgd", "topk", "auto"])
