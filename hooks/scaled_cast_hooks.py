@@ -265,14 +265,14 @@ def _check_state_dict(state: Mapping[str, Any]) -> None:
 
 @hook_for(ScaledCastState)
 def scaled_cast_hook(state: ScaledCastState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """All-reduce the mean of the gradients as (sum of cast(s G / n)) / s in 16 bits, s from the previous step.
+    """All-reduce the mean in 16 bits, at the scale of the previous step; gradients that grow 16-fold may saturate.
 
-    Gradients that grow more than 2^``margin``-fold from one step to the next, by default 16-fold, saturate: the mean of
-    that step is too small, at worst by all of the growth beyond. What saturation cuts off is lost, and each rank whose
-    elements saturate warns once, in a later step. The scale follows, so the next step is right unless they grow again.
+    If they grow more than 2^``margin``-fold from one step to the next, by default 16-fold, the mean of that step may be
+    too small, by all of the growth beyond. What saturation cuts off is lost, and each rank whose elements saturate warns
+    once, in a later step. The scale then falls, so the next step is right unless gradients grow again.
 
-    The scale depends on the largest reduced magnitude, which is bitwise equal on all ranks. So after
-    the first step of a bucket, the ranks need no message to agree on the scale. The hook never
+    The mean is (sum of cast(s G / n)) / s. The scale s depends on the largest reduced magnitude, which is bitwise equal
+    on all ranks. So after the first step of a bucket, the ranks need no message to agree on the scale. The hook never
     synchronizes with the host; replays of a CUDA graph do not warn. `ScaledCastState.saturated_elements` counts
     saturated elements. inf and NaN pass through, do not change the scale, and count as a skipped step.
 
