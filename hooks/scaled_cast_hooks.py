@@ -268,8 +268,8 @@ def scaled_cast_hook(state: ScaledCastState, bucket: GradBucket) -> torch.future
     """All-reduce the mean in 16 bits, at the scale of the previous step; gradients that grow 16-fold may saturate.
 
     If they grow more than 2^``margin``-fold from one step to the next, by default 16-fold, the mean of that step may be
-    too small, by all of the growth beyond. What saturation cuts off is lost, and each rank whose elements saturate warns
-    once, in a later step. The scale then falls, so the next step is right unless gradients grow again.
+    too small, by all of the growth beyond. What saturation cuts off is lost, and each rank whose elements saturate
+    warns once, in a later step. The scale then falls, so the next step is right unless gradients grow again.
 
     The mean is (sum of cast(s G / n)) / s. The scale s depends on the largest reduced magnitude, which is bitwise equal
     on all ranks. So after the first step of a bucket, the ranks need no message to agree on the scale. The hook never
