@@ -227,7 +227,9 @@ class ScaledCastState(HookState):
         state = {entry: value for entry, value in replicated.items() if entry != "iter"}
         counters = state["counters"].clone()
         counters[:2] = self._counters[:2]
+        n_seen = self._n_seen
         self.load_state_dict({**state, "counters": counters})
+        self._n_seen = n_seen
         self.continue_at(replicated["iter"])
 
     def __getstate__(self) -> dict[str, Any]:

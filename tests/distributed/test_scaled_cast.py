@@ -276,7 +276,7 @@ def test_saturation_before_a_capture_is_reported_after_it():
 
 
 def counts_around_resynchronization(from_rank):
-    """This rank's counts before and after a resynchronization, and after a step that follows it.
+    """This rank's counts before and after a resynchronization, and after a step that follows it; and then a warning.
 
     Counts differ between ranks, as after faults, and the step that failed had a non-finite gradient.
     """
@@ -289,6 +289,8 @@ def counts_around_resynchronization(from_rank):
     for action in (lambda: None, lambda: ddp.resynchronize(from_rank), lambda: ddp(torch.ones(5)).backward()):
         action()
         seen.append((state.nonfinite_elements, state.saturated_elements, state.skipped_steps))
+    with pytest.warns(UserWarning, match=f"{20 + rank} gradient elements saturated"):
+        ddp(torch.ones(5)).backward()
     return seen
 
 
