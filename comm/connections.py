@@ -73,13 +73,15 @@ class Connections:
         self._notices = Notices(self._store)
         self._node_keys = [f"node/{rank}" for rank in range(group.size())]
         self._counters = [f"generation/{rank}" for rank in range(group.size())]
-        self._keys: set[str] = set()  # set in this generation by this rank, besides a notice
+        # Keys that this rank has set in this generation, besides a notice, with the number of their user; 0 for none.
+        self._keys: dict[str, int] = {}
         self.generation = self._notices.require(self._begin, collective_timeout(group))
         self._executors: dict[torch.device, Executor] = {}
         self._transports: dict[str, GroupTransport] = {}
         # Users that exchange at present, with their thread and backward.
         self._in_use: weakref.WeakKeyDictionary[object, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._n_users = 0
+        self._users: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()  # by number
         self._is_connecting = threading.Lock()
 
     def _begin(self, store: Store) -> int:
@@ -144,9 +146,18 @@ class Connections:
                 self.check()
         return self._transports[purpose]
 
-    def new_user(self) -> int:
-        """A number for a reducer on the process group, equal on all ranks, which create their reducers in one order."""
+    def new_user(self, user: object) -> int:
+        """A number for a reducer on the process group, equal on all ranks, which create their reducers in one order.
+
+        Deletes what users that are gone have announced.
+        """
         self._n_users += 1
+        self._users[self._n_users] = user
+        gone = [key for key, number in list(self._keys.items()) if number > 0 and number not in self._users]
+        if gone:
+            self._notices.tell(lambda store: delete_keys(store, gone))
+        for key in gone:
+            self._keys.pop(key, None)
         return self._n_users
 
     def begin_exchange(self, user: object, thread: int) -> None:
@@ -171,15 +182,15 @@ class Connections:
         """Note that ``user`` has ended its exchange."""
         self._in_use.pop(user, None)
 
-    def announce(self, place: str, text: str) -> None:
-        """Tell the other ranks, in the store, where this rank waits."""
-        key = f"{self.generation}/{place}"
-        self._keys.add(key)
+    def announce(self, user: int, place: str, text: str) -> None:
+        """Tell the other ranks, in the store, where this rank waits. ``user``: the number of the user that waits."""
+        key = f"{self.generation}/{user}/{place}"
+        self._keys[key] = user
         self._notices.tell(lambda store: store.set(key, text))
 
-    def announced(self, place: str) -> str | None:
+    def announced(self, user: int, place: str) -> str | None:
         """The text that a rank has announced; None if none has."""
-        key = f"{self.generation}/{place}"
+        key = f"{self.generation}/{user}/{place}"
         return self._notices.ask(lambda store: _text_at(store, key))
 
     def finish(self) -> None:
@@ -199,7 +210,7 @@ class Connections:
             raise RuntimeError(TWO_THREADS)
         try:
             key = f"{self.generation}/{purpose}"
-            self._keys.update(keys_of_duplicate(key, self.group.rank()))
+            self._keys.update(dict.fromkeys(keys_of_duplicate(key, self.group.rank()), 0))
             return duplicate_group(self.group, self._store, key, check or self.check_peers)
         finally:
             self._is_connecting.release()
@@ -255,7 +266,7 @@ class Connections:
         self._abandon()
         n_further, counter = generation - self.generation, self._counters[self.group.rank()]
         self._notices.require(lambda store: store.add(counter, n_further), collective_timeout(self.group))
-        old, self._keys = [*self._keys, f"{self.generation}/{NOTICE}"], set()
+        old, self._keys = [*self._keys, f"{self.generation}/{NOTICE}"], {}
         self._notices.tell(lambda store: delete_keys(store, old))
         self.generation = generation
         self.failure = None

@@ -100,8 +100,8 @@ def store_all_gather(
     """
     timeout = collective_timeout(group) if timeout is None else timeout
     requests = Notices(PrefixStore("meet", gradwire_store(group)))
-
     calls = _calls.setdefault(store_of_group(group), Counter())
+    n_ranks = group.size()
 
     def join(store: Store) -> str:
         while True:
@@ -110,22 +110,19 @@ def store_all_gather(
             if not _has_failed(store, attempt):
                 store.set(f"{attempt}/{group.rank()}", value)
                 return attempt
-            leave(store, attempt)
-
-    def keys_of(attempt: str) -> list[str]:
-        return [f"{attempt}/{rank}" for rank in range(group.size())]
+            _leave(store, attempt, n_ranks)
 
     def decide(store: Store, outcome: str) -> list[str] | None:
         """The values of all ranks if the first rank to decide has seen all; else None."""
         decided = store.compare_set(f"{attempt}/outcome", "", outcome)
         return _values(store, keys) if decided == b"met" else None
 
-    def leave(store: Store, attempt: str) -> None:
-        delete_on_last(store, f"{attempt}/left", group.size(), [*keys_of(attempt), f"{attempt}/outcome"])
+    def give_up(store: Store) -> None:
+        decide(store, "failed")
+        _leave(store, attempt, n_ranks)
 
     attempt = requests.require(join, timeout)
-    keys = keys_of(attempt)
-
+    keys = [f"{attempt}/{rank}" for rank in range(n_ranks)]
     try:
         missing = wait_for_ranks(group, requests, keys, min(timeout, WARN_AFTER), check)
         if missing and timeout > WARN_AFTER:
@@ -133,10 +130,10 @@ def store_all_gather(
             logger.warning(text, purpose, format_ranks(missing), WARN_AFTER, hint and f" {hint}")
             missing = wait_for_ranks(group, requests, keys, timeout - WARN_AFTER, check)
     except BaseException:
-        requests.tell(lambda store: (decide(store, "failed"), leave(store, attempt)))
+        requests.tell(give_up)
         raise
     values = requests.require(lambda store: decide(store, "failed" if missing else "met"), timeout)
-    requests.tell(lambda store: leave(store, attempt))
+    requests.tell(lambda store: _leave(store, attempt, n_ranks))
     if values is None:
         raise RanksMissing(purpose, missing, timeout)
     return values
@@ -244,14 +241,19 @@ def _has_failed(store: Store, attempt: str) -> bool:
     return store.check([f"{attempt}/outcome"]) and store.get(f"{attempt}/outcome") == b"failed"
 
 
-def delete_keys(store: PrefixStore, keys: Iterable[str]) -> None:
+def _leave(store: Store, attempt: str, n_ranks: int) -> None:
+    """Note that this rank has read the outcome of an attempt; the last rank deletes the keys."""
+    delete_on_last(store, f"{attempt}/left", n_ranks, [f"{attempt}/{each}" for each in (*range(n_ranks), "outcome")])
+
+
+def delete_keys(store: Store, keys: Iterable[str]) -> None:
     """Delete keys, set or not. They stay in a store that cannot delete keys."""
     if can_delete_keys(store):
         for key in keys:
             store.delete_key(key)
 
 
-def delete_on_last(store: PrefixStore, counter: str, n_ranks: int, keys: Iterable[str]) -> None:
+def delete_on_last(store: Store, counter: str, n_ranks: int, keys: Iterable[str]) -> None:
     """Note that this rank needs the keys no longer; the last of ``n_ranks`` ranks deletes them, and the counter."""
     if can_delete_keys(store) and store.add(counter, 1) == n_ranks:
         delete_keys(store, [*keys, counter])

@@ -92,10 +92,10 @@ def store_of_group(group: dist.ProcessGroup) -> Store:
     return c10d._get_process_group_store(group)
 
 
-def can_delete_keys(store: PrefixStore) -> bool:
-    """Whether keys can be deleted from the store that ``store`` leads to: PyTorch's own can, others may raise."""
-    innermost = store._underlying_non_prefix_store  # type: ignore[attr-defined]
-    return isinstance(innermost, (dist.TCPStore, dist.FileStore, dist.HashStore))
+def can_delete_keys(store: Store) -> bool:
+    """Whether keys can be deleted from the store, or the one under its prefixes: PyTorch's can, others may raise."""
+    innermost = store._underlying_non_prefix_store if isinstance(store, PrefixStore) else store  # type: ignore[attr-defined]
+    return isinstance(innermost, (bindings.TCPStore, bindings.FileStore, bindings.HashStore))
 
 
 def gloo_keys(rank: int) -> list[str]:
