@@ -21,9 +21,17 @@ import torch
 import torch.distributed as dist
 
 from gradwire.comm.executor import EXIT_TIMEOUT_SECONDS, TWO_THREADS, Executor, WorkerExecutor
-from gradwire.comm.groups import duplicate_group, is_gloo_on_cpu
+from gradwire.comm.groups import duplicate_group, is_gloo_on_cpu, keys_of_duplicate
 from gradwire.comm.nodes import local_size, node_name
-from gradwire.comm.store_collectives import POLL_SECONDS, Notices, collective_timeout, get_all, gradwire_store
+from gradwire.comm.store_collectives import (
+    POLL_SECONDS,
+    Notices,
+    collective_timeout,
+    delete_keys,
+    delete_on_last,
+    get_all,
+    gradwire_store,
+)
 from gradwire.comm.stream_executor import StreamExecutor
 from gradwire.comm.torch_internals import (
     NO_BACKWARD,
@@ -64,22 +72,22 @@ class Connections:
         self._store = gradwire_store(group)
         self._notices = Notices(self._store)
         self._node_keys = [f"node/{rank}" for rank in range(group.size())]
+        self._counters = [f"generation/{rank}" for rank in range(group.size())]
+        # Keys that this rank has set in this generation, besides a notice, with the number of their user; 0 for none.
+        self._keys: dict[str, int] = {}
         self.generation = self._notices.require(self._begin, collective_timeout(group))
         self._executors: dict[torch.device, Executor] = {}
         self._transports: dict[str, GroupTransport] = {}
         # Users that exchange at present, with their thread and backward.
         self._in_use: weakref.WeakKeyDictionary[object, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._n_users = 0
+        self._users: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()  # by number
         self._is_connecting = threading.Lock()
 
     def _begin(self, store: Store) -> int:
         """Tell this rank's node, and return the generation."""
         store.set(self._node_keys[self.group.rank()], node_name())
-        return int(store.add(self._counter, 1))
-
-    @property
-    def _counter(self) -> str:
-        return f"generation/{self.group.rank()}"
+        return int(store.add(self._counters[self.group.rank()], 1))
 
     @property
     def has_failed(self) -> bool:
@@ -138,9 +146,18 @@ class Connections:
                 self.check()
         return self._transports[purpose]
 
-    def new_user(self) -> int:
-        """A number for a reducer on the process group, equal on all ranks, which create their reducers in one order."""
+    def new_user(self, user: object) -> int:
+        """A number for a reducer on the process group, equal on all ranks, which create their reducers in one order.
+
+        Deletes what users that are gone have announced.
+        """
         self._n_users += 1
+        self._users[self._n_users] = user
+        gone = [key for key, number in list(self._keys.items()) if number > 0 and number not in self._users]
+        if gone:
+            self._notices.tell(lambda store: delete_keys(store, gone))
+        for key in gone:
+            self._keys.pop(key, None)
         return self._n_users
 
     def begin_exchange(self, user: object, thread: int) -> None:
@@ -165,14 +182,15 @@ class Connections:
         """Note that ``user`` has ended its exchange."""
         self._in_use.pop(user, None)
 
-    def announce(self, place: str, text: str) -> None:
-        """Tell the other ranks, in the store, where this rank waits."""
-        key = f"{self.generation}/{place}"
+    def announce(self, user: int, place: str, text: str) -> None:
+        """Tell the other ranks, in the store, where this rank waits. ``user``: the number of the user that waits."""
+        key = f"{self.generation}/{user}/{place}"
+        self._keys[key] = user
         self._notices.tell(lambda store: store.set(key, text))
 
-    def announced(self, place: str) -> str | None:
+    def announced(self, user: int, place: str) -> str | None:
         """The text that a rank has announced; None if none has."""
-        key = f"{self.generation}/{place}"
+        key = f"{self.generation}/{user}/{place}"
         return self._notices.ask(lambda store: _text_at(store, key))
 
     def finish(self) -> None:
@@ -191,7 +209,9 @@ class Connections:
             self.fail(TWO_THREADS)
             raise RuntimeError(TWO_THREADS)
         try:
-            return duplicate_group(self.group, self._store, f"{self.generation}/{purpose}", check or self.check_peers)
+            key = f"{self.generation}/{purpose}"
+            self._keys.update(dict.fromkeys(keys_of_duplicate(key, self.group.rank()), 0))
+            return duplicate_group(self.group, self._store, key, check or self.check_peers)
         finally:
             self._is_connecting.release()
 
@@ -240,10 +260,14 @@ class Connections:
         self._post(f"A gradient exchange failed on rank {self._rank}: {error}")
 
     def renew(self, generation: int) -> None:
-        """Start again with connections of a new generation, on which all ranks have agreed."""
+        """Start again with connections of a new generation, on which all ranks have agreed: none reads the keys of the
+        old one any more.
+        """
         self._abandon()
-        n_further, counter = generation - self.generation, self._counter
+        n_further, counter = generation - self.generation, self._counters[self.group.rank()]
         self._notices.require(lambda store: store.add(counter, n_further), collective_timeout(self.group))
+        old, self._keys = [*self._keys, f"{self.generation}/{NOTICE}"], {}
+        self._notices.tell(lambda store: delete_keys(store, old))
         self.generation = generation
         self.failure = None
 
@@ -260,6 +284,21 @@ class Connections:
             # Time for gloo's threads to run the callbacks of failed collectives: later they would abort the process.
             time.sleep(0.05)
         self._executors, self._transports = {}, {}
+
+    def forget(self) -> None:
+        """Delete the keys: the process group was destroyed. Its last rank deletes the notice, which others may read."""
+        own, shared = (
+            [*self._keys, self._node_keys[self.group.rank()]],
+            [*self._counters, f"{self.generation}/{NOTICE}"],
+        )
+        n_ranks = self.group.size()
+
+        def delete(store: Store) -> None:
+            delete_keys(store, own)
+            delete_on_last(store, "ended", n_ranks, shared)
+
+        if not self._notices.is_stuck:
+            self._notices.tell(delete)
 
     def _abandon(self) -> None:
         executors, transports = self._executors, self._transports
@@ -324,6 +363,8 @@ def existing_connections(group: dist.ProcessGroup) -> Connections | None:
 def _end(group: dist.ProcessGroup) -> None:
     if (connections := _connections.pop(group, None)) is not None:
         connections.end()
+        if threading.main_thread().is_alive():
+            connections.forget()
 
 
 def executor_for(group: dist.ProcessGroup | None, device: torch.device) -> Executor:

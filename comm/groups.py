@@ -15,7 +15,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from gradwire.comm.store_collectives import DEFAULT_TIMEOUT, Notices, RanksMissing, collective_timeout, get_all
-from gradwire.comm.torch_internals import GlooGroup, PrefixStore, Store, device_timeouts, gloo_options
+from gradwire.comm.torch_internals import GlooGroup, PrefixStore, Store, device_timeouts, gloo_keys, gloo_options
 
 DESTROY_SECONDS = 1.0  # longest wait for the end of a group whose connections are cut
 
@@ -127,6 +127,11 @@ def duplicate_group(group: dist.ProcessGroup, store: Store, key: str, check: Cal
         destroy(own)
         raise
     return made
+
+
+def keys_of_duplicate(key: str, rank: int) -> list[str]:
+    """The keys that a rank sets in `duplicate_group`."""
+    return [f"{key}/begins/{rank}", f"{key}/connected/{rank}", *(f"{key}/{each}" for each in gloo_keys(rank))]
 
 
 def _meet(group: dist.ProcessGroup, store: Store, key: str, check: Callable[[], None], value: str = "") -> list[str]:

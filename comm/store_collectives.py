@@ -11,7 +11,9 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from operator import methodcaller
@@ -19,7 +21,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from gradwire.comm.torch_internals import PrefixStore, Store, device_timeouts, store_of_group
+from gradwire.comm.torch_internals import PrefixStore, Store, can_delete_keys, device_timeouts, store_of_group
 
 DEFAULT_TIMEOUT = timedelta(minutes=2)
 POLL_SECONDS = 0.5  # interval between two calls of the `check` that may end a wait
@@ -42,6 +44,8 @@ OUT_OF_STEP = (
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+# Calls of `store_all_gather` by purpose, for each process group's store. PyTorch drops the store with the group.
+_calls: weakref.WeakKeyDictionary[Store, Counter[str]] = weakref.WeakKeyDictionary()
 
 
 class RanksMissing(RuntimeError):
@@ -80,6 +84,7 @@ def store_all_gather(
 
     The n-th call on one rank joins the n-th call for the same purpose on the others. The first rank that has seen all
     others, or has given up, decides the outcome for all; a rank that comes after a failed attempt joins the next one.
+    The last rank that needs them no longer deletes the keys of an attempt.
 
     Args:
         group: the ranks.
@@ -95,22 +100,29 @@ def store_all_gather(
     """
     timeout = collective_timeout(group) if timeout is None else timeout
     requests = Notices(PrefixStore("meet", gradwire_store(group)))
+    calls = _calls.setdefault(store_of_group(group), Counter())
+    n_ranks = group.size()
 
     def join(store: Store) -> str:
-        attempt = ""
-        while not attempt or _has_failed(store, attempt):
-            attempt = f"{purpose}/{store.add(f'{purpose}/{group.rank()}', 1)}"
-        store.set(f"{attempt}/{group.rank()}", value)
-        return attempt
-
-    attempt = requests.require(join, timeout)
-    keys = [f"{attempt}/{rank}" for rank in range(group.size())]
+        while True:
+            calls[purpose] += 1
+            attempt = f"{purpose}/{calls[purpose]}"
+            if not _has_failed(store, attempt):
+                store.set(f"{attempt}/{group.rank()}", value)
+                return attempt
+            _leave(store, attempt, n_ranks)
 
     def decide(store: Store, outcome: str) -> list[str] | None:
         """The values of all ranks if the first rank to decide has seen all; else None."""
         decided = store.compare_set(f"{attempt}/outcome", "", outcome)
         return _values(store, keys) if decided == b"met" else None
 
+    def give_up(store: Store) -> None:
+        decide(store, "failed")
+        _leave(store, attempt, n_ranks)
+
+    attempt = requests.require(join, timeout)
+    keys = [f"{attempt}/{rank}" for rank in range(n_ranks)]
     try:
         missing = wait_for_ranks(group, requests, keys, min(timeout, WARN_AFTER), check)
         if missing and timeout > WARN_AFTER:
@@ -118,9 +130,10 @@ def store_all_gather(
             logger.warning(text, purpose, format_ranks(missing), WARN_AFTER, hint and f" {hint}")
             missing = wait_for_ranks(group, requests, keys, timeout - WARN_AFTER, check)
     except BaseException:
-        requests.tell(lambda store: decide(store, "failed"))
+        requests.tell(give_up)
         raise
     values = requests.require(lambda store: decide(store, "failed" if missing else "met"), timeout)
+    requests.tell(lambda store: _leave(store, attempt, n_ranks))
     if values is None:
         raise RanksMissing(purpose, missing, timeout)
     return values
@@ -226,6 +239,24 @@ def _values(store: Store, keys: list[str]) -> list[str]:
 
 def _has_failed(store: Store, attempt: str) -> bool:
     return store.check([f"{attempt}/outcome"]) and store.get(f"{attempt}/outcome") == b"failed"
+
+
+def _leave(store: Store, attempt: str, n_ranks: int) -> None:
+    """Note that this rank has read the outcome of an attempt; the last rank deletes the keys."""
+    delete_on_last(store, f"{attempt}/left", n_ranks, [f"{attempt}/{each}" for each in (*range(n_ranks), "outcome")])
+
+
+def delete_keys(store: Store, keys: Iterable[str]) -> None:
+    """Delete keys, set or not. They stay in a store that cannot delete keys."""
+    if can_delete_keys(store):
+        for key in keys:
+            store.delete_key(key)
+
+
+def delete_on_last(store: Store, counter: str, n_ranks: int, keys: Iterable[str]) -> None:
+    """Note that this rank needs the keys no longer; the last of ``n_ranks`` ranks deletes them, and the counter."""
+    if can_delete_keys(store) and store.add(counter, 1) == n_ranks:
+        delete_keys(store, [*keys, counter])
 
 
 def wait_for_ranks(

@@ -49,6 +49,7 @@ with private_names():
         bindings.AllgatherOptions,
         bindings.AllToAllOptions,
         bindings.Backend._get_sequence_number_for_group,  # type: ignore[attr-defined]
+        PrefixStore._underlying_non_prefix_store,  # type: ignore[attr-defined]
         c10d._get_default_group,
         c10d._get_process_group_store,
         dist.ProcessGroup._allgather_base,
@@ -89,6 +90,18 @@ def lifetime_token(group: dist.ProcessGroup) -> object:
 def store_of_group(group: dist.ProcessGroup) -> Store:
     """The key-value store through which the group's ranks found each other."""
     return c10d._get_process_group_store(group)
+
+
+def can_delete_keys(store: Store) -> bool:
+    """Whether keys can be deleted from the store, or the one under its prefixes: PyTorch's can, others may raise."""
+    innermost = store._underlying_non_prefix_store if isinstance(store, PrefixStore) else store  # type: ignore[attr-defined]
+    return isinstance(innermost, (bindings.TCPStore, bindings.FileStore, bindings.HashStore))
+
+
+def gloo_keys(rank: int) -> list[str]:
+    """The keys under which a gloo group made with `gloo_options` tells a rank's addresses: one for each device."""
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
+    return [f"{number}/{rank}" for number in range(len(interfaces))]
 
 
 def device_timeouts(group: dist.ProcessGroup, default: timedelta) -> dict[str, timedelta]:

@@ -250,14 +250,14 @@ def _compare(group: dist.ProcessGroup, facts: dict[str, str], again: bool, model
         nonlocal has_told
         connections.check_peers()
         if model_number > 0 and not has_told:
-            connections.announce(f"hook/{model_number}", f"Rank {dist.get_rank()} has registered {facts['hook']}")
+            connections.announce(model_number, "hook", f"Rank {dist.get_rank()} has registered {facts['hook']}")
             has_told = True
 
     try:
         _compare_through_store(group, facts, again, check)
     finally:
         if has_told:
-            connections.announce(f"hook/{model_number}", "")
+            connections.announce(model_number, "hook", "")
 
 
 def _compare_through_store(

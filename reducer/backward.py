@@ -69,7 +69,7 @@ class Exchange:
     def update_process_group(self, process_group: dist.ProcessGroup) -> None:
         """Exchange with other ranks from now on."""
         self.process_group = process_group
-        self.number = self.connect().new_user()
+        self.number = self.connect().new_user(self)
         self.restart()
 
     def restart(self) -> None:
@@ -129,7 +129,7 @@ class Exchange:
         if self.process_group.size() == 1:
             return
         here = self.n_passes, self._n_backwards
-        self.connections.announce(f"again/{self.number}", json.dumps([dist.get_rank(self.process_group), *here]))
+        self.connections.announce(self.number, "again", json.dumps([dist.get_rank(self.process_group), *here]))
         purpose = "A further backward pass of a synchronized forward pass"
         forwards, backwards = zip(*gather_json(self.process_group, purpose, here, self.check_in_step), strict=True)
         problem = out_of_step(forwards, backwards)
@@ -168,7 +168,7 @@ class Exchange:
     def announce_forward(self) -> None:
         """While a forward waits for other ranks: tell them where this one is; raise RuntimeError if one has left."""
         here = [dist.get_rank(self.process_group), self._n_forwards, self._n_backwards]
-        self.connections.announce(f"forward/{self.number}", json.dumps(here))
+        self.connections.announce(self.number, "forward", json.dumps(here))
         self.connections.check_peers()
 
     def check_in_step(self) -> None:
@@ -177,14 +177,14 @@ class Exchange:
         connections.check_peers()
         if self._awaited != self._n_backwards:
             self._awaited = self._n_backwards
-            connections.announce(f"backward/{number}/{self.process_group.rank()}", str(self._n_backwards))
-        if (text := connections.announced(f"forward/{number}")) is not None:
+            connections.announce(number, f"backward/{self.process_group.rank()}", str(self._n_backwards))
+        if (text := connections.announced(number, "forward")) is not None:
             rank, forwards, backwards = json.loads(text)
             if forwards > self._n_forwards and backwards < self._n_backwards:
                 raise RuntimeError(errors.BACKWARD_SKIPPED.format(rank=rank))
-        if not self.has_hook and (text := connections.announced(f"hook/{number}")):
+        if not self.has_hook and (text := connections.announced(number, "hook")):
             raise RuntimeError(errors.HOOK_ELSEWHERE.format(hook=text))
-        if (text := connections.announced(f"again/{number}")) is not None:
+        if (text := connections.announced(number, "again")) is not None:
             rank, forwards, backwards = json.loads(text)
             if backwards == self._n_backwards and forwards != self.n_passes:
                 counts = [0] * self.process_group.size()
@@ -195,7 +195,7 @@ class Exchange:
         """The error of ranks that have not come to the backward in which this rank waits; None if there are none."""
         if self._awaited == 0 or self._awaited != self._n_backwards:
             return None
-        told = [self.connections.announced(f"backward/{self.number}/{k}") for k in range(self.process_group.size())]
+        told = [self.connections.announced(self.number, f"backward/{k}") for k in range(self.process_group.size())]
         late = [rank for rank, text in enumerate(told) if text is None or int(text) < self._n_backwards]
         return errors.RANKS_LATE.format(who=format_ranks(late), number=self._n_backwards) if late else None
 

@@ -165,7 +165,26 @@ def test_notices_have_ranks_of_the_default_group():
         assert connections_of(group).failure_elsewhere() == "A gradient exchange failed on rank 2: planted"
 
 
+@on_ranks(2)
+def test_reason_of_the_rank_that_leaves_first_is_kept():
+    found = connections_of(dist.new_group())
+    for rank in range(2):
+        if dist.get_rank() == rank:
+            found.fail(f"reason of rank {rank}")
+        dist.barrier()
+    assert found.failure_elsewhere() == "reason of rank 0"
+
+
 # --- requests and meetings in the store
+
+
+@on_ranks(3)
+def test_missing_rank_of_a_subgroup_is_named_by_global_rank():
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 1:
+        with pytest.raises(RanksMissing, match=r"ranks \[2\] have not made it") as caught:
+            store_all_gather(group, "meeting", "here", timedelta(seconds=0.5))
+        assert caught.value.ranks == [2]
 
 
 def test_request_without_an_answer_blocks_neither_itself_nor_later_ones():
