@@ -12,15 +12,16 @@ from torch import Tensor
 from torch.futures import Future
 
 from gradwire.comm.torch_internals import GLOO_THREADS, NO_BACKWARD, current_backward
+from gradwire.comm.transport import wait_for
 from gradwire.hooks._bucket import is_gradwire_hook, is_zero_copy
 from gradwire.hooks._handshake import check_pairing, in_group
 from gradwire.hooks.hook_state import HookState
 from gradwire.reducer import errors, torch_internals
 from gradwire.reducer.backward import Phase
-from gradwire.reducer.bucket import Bucket, BucketBase
+from gradwire.reducer.bucket import BucketBase
 from gradwire.reducer.bucketing import assign_first_buckets, rebuild_buckets, rebuilt_limits
-from gradwire.reducer.parameters import ModelWatch, UsedParameters, find_unused
-from gradwire.reducer.reducer import BucketHook, Reducer
+from gradwire.reducer.parameters import DelayedGradients, ModelWatch, UsedParameters, find_unused
+from gradwire.reducer.reducer import BucketHook, Reducer, run_optimizers
 
 # Environment variables that decide how ranks meet.
 _VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "TORCH_DISTRIBUTED_DEBUG")
@@ -41,6 +42,7 @@ class DDPReducer(Reducer):
     """
 
     watch: ModelWatch | None = None
+    delayed: DelayedGradients | None = None
     has_rebuilt_buckets = False
     _graph_seems_static = True  # whether `_unused` has never changed
     bucket_limits: Sequence[int] = ()  # sizes in bytes of the rebuilt buckets; the last one repeats
@@ -161,6 +163,19 @@ class DDPReducer(Reducer):
             self._raise(errors.CANNOT_FINALIZE.format(why=why))
         self._finalize()
 
+    # Delayed parameters.
+
+    def _finalize(self) -> None:
+        """Average the gradients of delayed parameters while the buckets are in flight; see `Reducer._finalize`."""
+        if self.delayed is None:
+            super()._finalize()
+            return
+        with self.leaving("the all-reduce of the delayed parameters"), torch.no_grad():
+            self._all_reduce(self.delayed.collect().div_(self._divisor))
+        super()._finalize()
+        if self._runs_optimizers:
+            run_optimizers(self.delayed.parameters)
+
     # Static graphs.
 
     def _set_static_graph(self) -> None:
@@ -201,6 +216,12 @@ class DDPReducer(Reducer):
         """Wait for these futures, too, at the end of the backward."""
         self._post_backward_futures += futures
 
+    def wait_for_post_backward_futures(self) -> None:
+        """Wait for them now: no end of a backward will."""
+        futures, self._post_backward_futures = self._post_backward_futures, []
+        for future in futures:
+            future.wait()
+
     def _remove_autograd_hooks(self) -> None:
         self._autograd_hooks.remove()
 
@@ -222,25 +243,40 @@ class DDPReducer(Reducer):
         """Divide by the rank count that ``work`` sums, or by the world size if that is static."""
         self._live_ranks, self._divides_by_live_ranks = work, not use_static_world_size
 
-    def _get_zeros_like_grad_buckets(self) -> list[Bucket]:
-        buckets: list[Bucket] = [bucket.with_zeros(self.hook.is_zero_copy) for bucket in self.buckets]
-        for bucket in buckets:
-            bucket.process_group, bucket.hook_has_groups = self.exchange.process_group, self.hook.has_groups
-            bucket.divisor = self.exchange.process_group.size()
-        return buckets
+    @torch.no_grad()
+    def reduce_zeros(self) -> None:
+        """Take part in a backward of the ranks with inputs left: the same collectives in the same order."""
+        exchange = self.exchange
+        exchange.begin_forward()
+        with self.leaving("a backward pass of the ranks with inputs left"):
+            exchange.begin_backward(self)
+            futures = []
+            for bucket in self.buckets:
+                zeros = bucket.with_zeros(self.hook.is_zero_copy)
+                zeros.process_group, zeros.hook_has_groups = exchange.process_group, self.hook.has_groups
+                zeros.divisor = exchange.process_group.size()
+                futures.append(self._run_comm_hook(zeros))
+            if self._may_leave_out:
+                self._used.exchange_none(exchange.transport)
+            if self.delayed is not None:
+                self._all_reduce(torch.zeros_like(self.delayed.buffer))
+            exchange.connections.finish()
+            for future in futures:
+                wait_for(future, exchange.check_in_step)
+        exchange.connections.end_exchange(self)
+        if not self.static_graph:
+            self._used.clear()
+        if not self._backward.ready_order:  # for the rebuild of the buckets, in rank 0's order
+            self._backward.ready_order = list(range(len(self.parameters)))
+
+    def _all_reduce(self, tensor: Tensor) -> None:
+        """Sum a tensor over the ranks, in place, and wait for it."""
+        transport = self.exchange.transport
+        (work,) = transport.start(transport.all_reduce(tensor))
+        transport.wait(work, self.exchange.check_in_step)
 
     def _run_allreduce_hook(self, bucket: Bucket) -> Future[Tensor]:
         return self.exchange.transport.start_all_reduce(bucket.buffer())
-
-    def match_used_map(self) -> None:
-        """Take part in the exchange of used parameters, on a rank that used none."""
-        self._used.exchange(self.exchange.transport)
-        self._used.clear()
-
-    def _push_all_rebuilt_params(self) -> None:
-        """Take part in the rebuild of the buckets, in rank 0's order."""
-        if not self._backward.ready_order:
-            self._backward.ready_order = list(range(len(self.parameters)))
 
     # Training on a changing set of ranks, and after errors.
 

@@ -83,12 +83,42 @@ class UsedParameters:
             self._counts_on_host = self.counts.tolist()
         return self._counts_on_host[index] > 0
 
+    def exchange_none(self, transport: GroupTransport) -> None:
+        """Take part in an exchange of the other ranks, on a rank that uses no parameter, and wait for it."""
+        (work,) = transport.start(transport.all_reduce(torch.zeros_like(self.counts)))
+        transport.wait(work)
+
     def clear(self) -> None:
         """Start over for the next reduction, once the exchange is done."""
         if self._wait is not None and self._counts_on_host is None:
             self._wait()
         self.local = bytearray(len(self.local))
         self._wait = self._counts_on_host = None
+
+
+class DelayedGradients:
+    """The gradients of the parameters that no bucket has, in one flat buffer.
+
+    Args:
+        parameters: the delayed parameters.
+        buffer: as many elements as the parameters have, in their dtype and on their device.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], buffer: Tensor) -> None:
+        self.parameters, self.buffer = parameters, buffer
+        parts = buffer.split([parameter.numel() for parameter in parameters])
+        self._views = [part.view(parameter.shape) for part, parameter in zip(parts, parameters, strict=True)]
+
+    def collect(self) -> Tensor:
+        """Make every gradient a view of the buffer, where one was cleared or replaced after the forward; returns the
+        buffer.
+        """
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            if parameter.grad is None:
+                parameter.grad = view.zero_()
+            elif parameter.grad.data_ptr() != view.data_ptr():
+                parameter.grad = view.copy_(parameter.grad.to_dense())
+        return self.buffer
 
 
 @cache
