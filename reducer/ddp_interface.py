@@ -18,7 +18,7 @@ from gradwire.hooks._handshake import check_pairing, in_group
 from gradwire.hooks.hook_state import HookState
 from gradwire.reducer import errors, torch_internals
 from gradwire.reducer.backward import Phase
-from gradwire.reducer.bucket import BucketBase
+from gradwire.reducer.bucket import Bucket, BucketBase, DenseBucket
 from gradwire.reducer.bucketing import assign_first_buckets, rebuild_buckets, rebuilt_limits
 from gradwire.reducer.parameters import DelayedGradients, ModelWatch, UsedParameters, find_unused
 from gradwire.reducer.reducer import BucketHook, Reducer, run_optimizers
@@ -250,24 +250,32 @@ class DDPReducer(Reducer):
         exchange.begin_forward()
         with self.leaving("a backward pass of the ranks with inputs left"):
             exchange.begin_backward(self)
+            buckets: list[Bucket] = [bucket.with_zeros(self.hook.is_zero_copy) for bucket in self.buckets]
             futures = []
-            for bucket in self.buckets:
-                zeros = bucket.with_zeros(self.hook.is_zero_copy)
-                zeros.process_group, zeros.hook_has_groups = exchange.process_group, self.hook.has_groups
-                zeros.divisor = exchange.process_group.size()
-                futures.append(self._run_comm_hook(zeros))
-            if self._may_leave_out:
-                self._used.exchange_none(exchange.transport)
+            for bucket in buckets:
+                bucket.process_group, bucket.hook_has_groups = exchange.process_group, self.hook.has_groups
+                bucket.divisor = exchange.process_group.size()
+                futures.append(self._run_comm_hook(bucket))
+            counts = self._used.exchange_none(exchange.transport) if self._may_leave_out else ()
+            unused = {name for name, count in zip(self.options.names, counts, strict=False) if count == 0}
             if self.delayed is not None:
                 self._all_reduce(torch.zeros_like(self.delayed.buffer))
             exchange.connections.finish()
-            for future in futures:
-                wait_for(future, exchange.check_in_step)
+            for bucket, future in zip(buckets, futures, strict=True):
+                value: Any = wait_for(future, exchange.check_in_step)
+                if unused.intersection(bucket.parameter_names()):  # nothing of them is applied on any rank
+                    self._take_back(bucket, value if isinstance(value, Tensor) else value[0], unused)
         exchange.connections.end_exchange(self)
         if not self.static_graph:
             self._used.clear()
         if not self._backward.ready_order:  # for the rebuild of the buckets, in rank 0's order
             self._backward.ready_order = list(range(len(self.parameters)))
+
+    def _take_back(self, bucket: Bucket, result: Tensor, names: Collection[str]) -> None:
+        """Return what was sent of these parameters to the hook's error memory."""
+        take_back = self.hook.take_back
+        if take_back is not None and isinstance(bucket, DenseBucket):
+            bucket.give_back(result, lambda name, sent: take_back(name, sent) if name in names else None)
 
     def _all_reduce(self, tensor: Tensor) -> None:
         """Sum a tensor over the ranks, in place, and wait for it."""

@@ -83,10 +83,12 @@ class UsedParameters:
             self._counts_on_host = self.counts.tolist()
         return self._counts_on_host[index] > 0
 
-    def exchange_none(self, transport: GroupTransport) -> None:
-        """Take part in an exchange of the other ranks, on a rank that uses no parameter, and wait for it."""
-        (work,) = transport.start(transport.all_reduce(torch.zeros_like(self.counts)))
+    def exchange_none(self, transport: GroupTransport) -> list[int]:
+        """Take part in an exchange on a rank that uses no parameter. Returns the number of ranks that use each one."""
+        counts = torch.zeros_like(self.counts)
+        (work,) = transport.start(transport.all_reduce(counts))
         transport.wait(work)
+        return counts.tolist()  # type: ignore[no-any-return]
 
     def clear(self) -> None:
         """Start over for the next reduction, once the exchange is done."""
