@@ -20,6 +20,7 @@ from gradwire.reducer import errors, torch_internals
 from gradwire.reducer.backward import Phase
 from gradwire.reducer.bucket import Bucket, BucketBase, DenseBucket
 from gradwire.reducer.bucketing import assign_first_buckets, rebuild_buckets, rebuilt_limits
+from gradwire.reducer.mixed_precision import restore_parameters
 from gradwire.reducer.parameters import DelayedGradients, ModelWatch, UsedParameters, find_unused
 from gradwire.reducer.reducer import BucketHook, Reducer, run_optimizers
 
@@ -44,6 +45,7 @@ class DDPReducer(Reducer):
     watch: ModelWatch | None = None
     delayed: DelayedGradients | None = None
     has_rebuilt_buckets = False
+    _has_reduced = False  # whether this rank has taken part in a reduction
     _graph_seems_static = True  # whether `_unused` has never changed
     bucket_limits: Sequence[int] = ()  # sizes in bytes of the rebuilt buckets; the last one repeats
 
@@ -167,14 +169,24 @@ class DDPReducer(Reducer):
 
     def _finalize(self) -> None:
         """Average the gradients of delayed parameters while the buckets are in flight; see `Reducer._finalize`."""
-        if self.delayed is None:
-            super()._finalize()
-            return
-        with self.leaving("the all-reduce of the delayed parameters"), torch.no_grad():
-            self._all_reduce(self.delayed.collect().div_(self._divisor))
+        if self.delayed is not None:
+            with self.leaving("the all-reduce of the delayed parameters"), torch.no_grad():
+                self._all_reduce(self.delayed.collect().div_(self._divisor))
         super()._finalize()
-        if self._runs_optimizers:
+        if self.delayed is not None and self._runs_optimizers:
             run_optimizers(self.delayed.parameters)
+        if self._upcast_stream is not None and self.skip_unused:  # PyTorch's hook has not seen buckets that were skipped
+            restore_parameters(self.parameters)
+        self._count_reduction()
+
+    def _count_reduction(self) -> None:
+        """Ranks rebuild their buckets together, after a reduction from which all but those that have joined, or that
+        count the calls of a static graph late, have an order. In a static graph it is the second one.
+        """
+        backward = self._backward
+        if not backward.ready_order and (self._has_reduced or not self.static_graph):
+            backward.ready_order = [i for i in range(len(self.parameters)) if i not in self._unused]
+        self._has_reduced = True
 
     # Static graphs.
 
@@ -268,8 +280,7 @@ class DDPReducer(Reducer):
         exchange.connections.end_exchange(self)
         if not self.static_graph:
             self._used.clear()
-        if not self._backward.ready_order:  # for the rebuild of the buckets, in rank 0's order
-            self._backward.ready_order = list(range(len(self.parameters)))
+        self._count_reduction()
 
     def _take_back(self, bucket: Bucket, result: Tensor, names: Collection[str]) -> None:
         """Return what was sent of these parameters to the hook's error memory."""
@@ -297,7 +308,7 @@ class DDPReducer(Reducer):
             self.drift.restart()
         self._forget_forward()
         self._begin(Phase.DONE)
-        self.has_rebuilt_buckets = False
+        self.has_rebuilt_buckets = self._has_reduced = False
 
     def leave(self, cause: str) -> None:
         """Leave the exchange unless this rank has left it. Nothing of this rank is in flight afterwards."""

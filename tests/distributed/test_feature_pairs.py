@@ -91,7 +91,7 @@ class Plan:
         self.joins = "join" in features or "join by the rest" in features
         self.per_step = 2 if "no_sync" in features else 1
         # Numbers of steps of the ranks in each epoch.
-        epochs = [[2, 4, 3], [2, 0, 1]] if self.joins else [[5] * 3]
+        epochs = [[2, 4, 3], [0, 2, 1]] if self.joins else [[5] * 3]
         if sum(map(len, features)) % 2:
             epochs.reverse()
         # With join and no_sync, rank 0 ends within an accumulation.
@@ -247,6 +247,7 @@ class Run:
                     if self.plan.is_sync(number):
                         if "manual" in self.plan.features:
                             self.ddp.finalize_backward()
+                        assert all(p.dtype == torch.float32 for p in self.module.parameters()), "low precision is left"
                         yield number, self.reduced(before), self.module.seen.clone()
 
     def reduced(self, before):
