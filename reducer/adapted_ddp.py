@@ -246,6 +246,8 @@ class AdaptedDDP(nn.parallel.DistributedDataParallel):
     def __getstate__(self) -> dict[str, Any]:
         if self.mixed_precision is not None:
             raise NotImplementedError(errors.COPY_WITH_MIXED_PRECISION)
+        if any(hasattr(parameter, "_in_backward_optimizers") for parameter in self.module.parameters()):
+            raise NotImplementedError(errors.COPY_WITH_OPTIMIZERS)
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
         return state
 

@@ -52,6 +52,10 @@ MIXED_PRECISION_DELAYED = (
     "mixed_precision does not support delay_all_reduce_named_params: delayed parameters keep their own dtype in the "
     "forward. Leave out one of the two, or use torch.autocast."
 )
+COPY_WITH_OPTIMIZERS = (
+    "A DistributedDataParallel with optimizers in backward can be neither copied nor pickled: a copy of a parameter has "
+    "no optimizer. Copy the module, call _apply_optimizer_in_backward for the copy, and wrap it."
+)
 SHARED_VIEWS = (
     "Two wrappers with gradient_as_bucket_view share parameters, and one of them is PyTorch's class: each would make a "
     "gradient a view of its own buffer. Leave gradient_as_bucket_view out of one, or use gradwire's class for both."

@@ -172,7 +172,10 @@ class JoinedRank(torch_internals.DDPJoinHook):
         super().post_hook(is_last_joiner)
         if delayed := [p.detach() for p in self.ddp._delay_all_reduce_params]:  # which PyTorch's class ignores
             broadcast_coalesced(
-                delayed, self.ddp.reducer.exchange.transport, self.ddp.broadcast_bucket_size, self.ddp._authoritative_rank
+                delayed,
+                self.ddp.reducer.exchange.transport,
+                self.ddp.broadcast_bucket_size,
+                self.ddp._authoritative_rank,
             )
 
 
