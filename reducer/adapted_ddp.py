@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
 
@@ -22,8 +23,8 @@ from gradwire.reducer.bucketing import BucketOptions
 from gradwire.reducer.ddp_interface import DDPReducer, Logger
 from gradwire.reducer.drift import DriftCheck
 from gradwire.reducer.mixed_precision import remove_copy_hooks, restore_parameters
-from gradwire.reducer.model_sync import begin_together, broadcast_coalesced, verify_model
-from gradwire.reducer.parameters import ModelWatch, check_not_nested, find_sharing_wrappers
+from gradwire.reducer.model_sync import JoinedRank, begin_together, broadcast_coalesced, verify_model
+from gradwire.reducer.parameters import DelayedGradients, ModelWatch, check_not_nested, find_sharing_wrappers
 from gradwire.reducer.reducer import BucketHook, default_reduction
 
 
@@ -31,6 +32,7 @@ class AdaptedDDP(nn.parallel.DistributedDataParallel):
     """The private methods of PyTorch's class that behave differently with gradwire's reducer."""
 
     reducer: DDPReducer  # type: ignore[assignment]
+    _delay_grad_buffer: Tensor
     logger: Logger
 
     # Set by the constructor of gradwire's class before PyTorch's.
@@ -76,11 +78,30 @@ class AdaptedDDP(nn.parallel.DistributedDataParallel):
     def _register_delay_all_reduce_hook(
         self, bucket_cap_mb: int, param_to_hook_all_reduce: Tensor, device_ids: list[int | torch.device] | None
     ) -> None:
-        """Compare the models before PyTorch's class broadcasts the delayed parameters."""
+        """Compare the models before PyTorch's class broadcasts the delayed parameters. Frozen ones are not delayed."""
+        names = {p: name for name, p in self.module.named_parameters()}
+        frozen = {p for p in self._delay_all_reduce_params if not p.requires_grad}
+        self.parameters_to_ignore -= {names[p] for p in frozen}
+        self._delay_all_reduce_params = [p for p in self._delay_all_reduce_params if p not in frozen]
+        parameters, _ = self._build_params_for_reducer()
         if self._syncs_at_init:
-            parameters, _ = self._build_params_for_reducer()  # type: ignore[no-untyped-call]
             _verify_model(self, parameters, param_to_hook_all_reduce)
         super()._register_delay_all_reduce_hook(bucket_cap_mb, param_to_hook_all_reduce, device_ids)  # type: ignore[no-untyped-call]
+        buffer = self._delay_grad_buffer
+        for p in self._delay_all_reduce_params:
+            if (p.dtype, p.device) != (buffer.dtype, buffer.device):
+                self._log_and_throw(ValueError, errors.CANNOT_DELAY.format(name=names[p], parameter=p, buffer=buffer))
+
+    def _delayed_all_reduce_hook(self, grad: Tensor) -> None:
+        """Do nothing: the reducer averages the delayed gradients at the end of the backward, once all are ready."""
+
+    def _build_params_for_reducer(self) -> tuple[list[Tensor], list[bool]]:
+        """Leave out ignored and delayed parameters, also those of the module itself: PyTorch's name of such a parameter
+        begins with a dot.
+        """
+        self.parameters_to_ignore |= {f".{name}" for name in self.parameters_to_ignore if "." not in name}
+        parameters: tuple[list[Tensor], list[bool]] = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
+        return parameters
 
     def _parameters_in_use(self) -> dict[str, Tensor]:
         return {name: p for name, p in self.module.named_parameters() if name not in self.parameters_to_ignore}
@@ -149,22 +170,20 @@ class AdaptedDDP(nn.parallel.DistributedDataParallel):
 
     def _setup_in_backward_optimizers(self) -> None:
         """Let the reducer step the optimizers in backward: their own hooks run before the reduction."""
-        if not any(hasattr(parameter, "_in_backward_optimizers") for parameter in self._module_parameters):
+        parameters = [*self._module_parameters, *self._delay_all_reduce_params]
+        if not any(hasattr(parameter, "_in_backward_optimizers") for parameter in parameters):
             return
         handles = torch_internals.optimizer_hooks()
-        for parameter in self._module_parameters:
+        for parameter in parameters:
             for handle in handles.get(parameter, []):
                 handle.remove()
         self.reducer._set_optimizer_in_backward()
 
-    def _match_unused_params_allreduce(self) -> None:
-        """In `join`: take part in the exchange of used parameters, with none."""
-        self.reducer.match_used_map()
-
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         check_not_nested(self)
         find_sharing_wrappers(self)
-        result = super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        with self._apart() if self._evaluates_in_join() else nullcontext():
+            result = super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         drift = self.reducer.drift
         if drift is not None and torch.is_grad_enabled() and self._broadcasts_buffers():
             drift.after_broadcast(self._buffers_in_use())
@@ -175,6 +194,19 @@ class AdaptedDDP(nn.parallel.DistributedDataParallel):
     def _broadcasts_buffers(self) -> bool:
         return not hasattr(self, "buffer_hook") and bool(self.will_sync_module_buffers())  # type: ignore[no-untyped-call]
 
+    def _evaluates_in_join(self) -> bool:
+        return self._join_config.enable and not torch.is_grad_enabled()
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """Exchange nothing meanwhile: a rank that has joined takes no part in an evaluation."""
+        before = self._join_config, self.require_forward_param_sync
+        self._join_config, self.require_forward_param_sync = self._join_config._replace(enable=False), False
+        try:
+            yield
+        finally:
+            self._join_config, self.require_forward_param_sync = before
+
     def _post_forward(self, output: Any) -> Any:
         if self.mixed_precision is not None and not torch.is_grad_enabled():
             restore_parameters(self.module.parameters())
@@ -184,9 +216,12 @@ class AdaptedDDP(nn.parallel.DistributedDataParallel):
             for tensor in torch_internals.tensors_in(output):  # PyTorch's search skips dataclasses
                 if tensor.grad_fn is not None:
                     tensor.register_hook(self._delay_reduction)
-        output = super()._post_forward(output)  # type: ignore[no-untyped-call]
+        with self._apart() if self._evaluates_in_join() else nullcontext():
+            output = super()._post_forward(output)  # type: ignore[no-untyped-call]
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             self.reducer.watch_outputs(output)
+        else:
+            self.reducer.wait_for_post_backward_futures()
         return output
 
     # Mixed precision.
@@ -208,11 +243,13 @@ class AdaptedDDP(nn.parallel.DistributedDataParallel):
         """The hook for `torch.distributed.algorithms.Join`; raises with mixed precision."""
         if self.mixed_precision is not None:
             raise NotImplementedError(errors.JOIN_WITH_MIXED_PRECISION)
-        return super().join_hook(**kwargs)  # type: ignore[no-untyped-call]
+        return JoinedRank(self, kwargs.get("divide_by_initial_world_size", True))
 
     def __getstate__(self) -> dict[str, Any]:
         if self.mixed_precision is not None:
             raise NotImplementedError(errors.COPY_WITH_MIXED_PRECISION)
+        if any(hasattr(parameter, "_in_backward_optimizers") for parameter in self.module.parameters()):
+            raise NotImplementedError(errors.COPY_WITH_OPTIMIZERS)
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
         return state
 
@@ -254,6 +291,8 @@ def _make_reducer(ddp: AdaptedDDP, parameters: list[Tensor], sparse: list[bool],
             _compared_parameters, ddp.module, ddp.parameters_to_ignore, set(ddp._delay_all_reduce_params)
         )
         reducer.drift = DriftCheck(ddp.check_every, compared)
+    if ddp._delay_all_reduce_params:
+        reducer.delayed = DelayedGradients(ddp._delay_all_reduce_params, ddp._delay_grad_buffer)
     reducer.is_finalized_by_caller = vars(ddp).get("_require_manual_backward_finalization", False)
     return reducer
 

@@ -113,11 +113,6 @@ class Exchange:
         if has_groups:
             self._counts = {group: collective_counts(group) for group in all_groups()}
 
-    def count_shadow(self) -> None:
-        """In `join`: count the forward and the backward of the other ranks, which this one takes part in."""
-        self._n_forwards += 1
-        self._n_backwards += 1
-
     def agree_to_reduce_again(self) -> None:
         """Compare the counts of passes before a further reduction for one forward. A collective call.
 

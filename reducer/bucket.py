@@ -325,9 +325,11 @@ class DenseBucket(BucketBase):
 class SparseBucket(BucketBase):
     """The sparse gradient of one parameter, with the interface of ``torch.distributed.GradBucket``."""
 
-    def __init__(self, spec: BucketSpec) -> None:
+    def __init__(self, spec: BucketSpec, sets_gradient: bool = False) -> None:
         super().__init__(spec)
         (self._parameter,) = spec.parameters
+        self._sets_gradient = sets_gradient  # with mixed precision: PyTorch's hook casts every ``.grad``
+        self._is_absent = False  # whether this rank has no gradient at all
         self._gradient: Tensor | None = None
 
     def buffer(self) -> Tensor:
@@ -351,6 +353,9 @@ class SparseBucket(BucketBase):
         if gradient is not None and not gradient.is_sparse:
             raise RuntimeError(errors.DENSE_GRADIENT.format(name=self._names[0]))
         self._gradient = self._empty() if gradient is None else gradient.detach().clone()
+        self._is_absent = gradient is None
+        if self._is_absent and self._sets_gradient:
+            self._parameter.grad = self._empty()
         self.stand_ins = list(unused)
 
     def with_zeros(self, zero_copy: bool) -> SparseBucket:
@@ -364,6 +369,8 @@ class SparseBucket(BucketBase):
         if used.get(0, True):
             result = result * scale if scale != 1 else result
             self._parameter.grad = result.to(self._parameter.dtype)
+        elif self._is_absent:
+            self._parameter.grad = None
 
     def release(self) -> None:
         """Drop all tensors of this backward."""

@@ -76,7 +76,7 @@ def make_buckets(options: BucketOptions, assignment: Assignment, upcast_stream: 
             model_parameters=options.parameters,
         )
         if options.sparse[members[0]]:
-            buckets.append(SparseBucket(spec))
+            buckets.append(SparseBucket(spec, sets_gradient=upcast_stream is not None))
         elif upcast_stream is not None:
             buckets.append(LowPrecisionBucket(spec, upcast_stream))
         else:

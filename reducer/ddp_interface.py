@@ -12,15 +12,17 @@ from torch import Tensor
 from torch.futures import Future
 
 from gradwire.comm.torch_internals import GLOO_THREADS, NO_BACKWARD, current_backward
+from gradwire.comm.transport import wait_for
 from gradwire.hooks._bucket import is_gradwire_hook, is_zero_copy
 from gradwire.hooks._handshake import check_pairing, in_group
 from gradwire.hooks.hook_state import HookState
 from gradwire.reducer import errors, torch_internals
 from gradwire.reducer.backward import Phase
-from gradwire.reducer.bucket import Bucket, BucketBase
+from gradwire.reducer.bucket import Bucket, BucketBase, DenseBucket
 from gradwire.reducer.bucketing import assign_first_buckets, rebuild_buckets, rebuilt_limits
-from gradwire.reducer.parameters import ModelWatch, UsedParameters, find_unused
-from gradwire.reducer.reducer import BucketHook, Reducer
+from gradwire.reducer.mixed_precision import restore_parameters
+from gradwire.reducer.parameters import DelayedGradients, ModelWatch, UsedParameters, find_unused
+from gradwire.reducer.reducer import BucketHook, Reducer, run_optimizers
 
 # Environment variables that decide how ranks meet.
 _VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "TORCH_DISTRIBUTED_DEBUG")
@@ -41,7 +43,9 @@ class DDPReducer(Reducer):
     """
 
     watch: ModelWatch | None = None
+    delayed: DelayedGradients | None = None
     has_rebuilt_buckets = False
+    _has_reduced = False  # whether this rank has taken part in a reduction
     _graph_seems_static = True  # whether `_unused` has never changed
     bucket_limits: Sequence[int] = ()  # sizes in bytes of the rebuilt buckets; the last one repeats
 
@@ -175,6 +179,31 @@ class DDPReducer(Reducer):
             self._raise(errors.CANNOT_FINALIZE.format(why=why))
         self._finalize()
 
+    # Delayed parameters.
+
+    def _finalize(self) -> None:
+        """Average the gradients of delayed parameters while the buckets are in flight; see `Reducer._finalize`."""
+        if self.delayed is not None:
+            with self.leaving("the all-reduce of the delayed parameters"), torch.no_grad():
+                self._all_reduce(self.delayed.collect().div_(self._divisor))
+        super()._finalize()
+        if self.delayed is not None and self._runs_optimizers:
+            run_optimizers(self.delayed.parameters)
+        if (
+            self._upcast_stream is not None and self.skip_unused
+        ):  # PyTorch's hook has not seen buckets that were skipped
+            restore_parameters(self.parameters)
+        self._count_reduction()
+
+    def _count_reduction(self) -> None:
+        """Ranks rebuild their buckets together, after a reduction from which all but those that have joined, or that
+        count the calls of a static graph late, have an order. In a static graph it is the second one.
+        """
+        backward = self._backward
+        if not backward.ready_order and (self._has_reduced or not self.static_graph):
+            backward.ready_order = [i for i in range(len(self.parameters)) if i not in self._unused]
+        self._has_reduced = True
+
     # Static graphs.
 
     def _set_static_graph(self) -> None:
@@ -210,6 +239,12 @@ class DDPReducer(Reducer):
         """Wait for these futures, too, at the end of the backward."""
         self._post_backward_futures += futures
 
+    def wait_for_post_backward_futures(self) -> None:
+        """Wait for them now: no end of a backward will."""
+        futures, self._post_backward_futures = self._post_backward_futures, []
+        for future in futures:
+            future.wait()
+
     def _remove_autograd_hooks(self) -> None:
         self._autograd_hooks.remove()
 
@@ -232,27 +267,49 @@ class DDPReducer(Reducer):
         self._live_ranks, self._divides_by_live_ranks = work, not use_static_world_size
         self._is_in_join = True
 
-    def _get_zeros_like_grad_buckets(self) -> list[Bucket]:
-        self.exchange.count_shadow()
-        buckets: list[Bucket] = [bucket.with_zeros(self.hook.is_zero_copy) for bucket in self.buckets]
-        for bucket in buckets:
-            bucket.process_group = self.exchange.process_group
-            bucket.note_use = self.exchange.note_use if self.hook.has_groups else None
-            bucket.divisor = self.exchange.process_group.size()
-        return buckets
+    @torch.no_grad()
+    def reduce_zeros(self) -> None:
+        """Take part in a backward of the ranks with inputs left: the same collectives in the same order."""
+        exchange = self.exchange
+        exchange.begin_forward()
+        with self.leaving("a backward pass of the ranks with inputs left"):
+            exchange.begin_backward(self, self.hook.has_groups)
+            buckets: list[Bucket] = [bucket.with_zeros(self.hook.is_zero_copy) for bucket in self.buckets]
+            futures = []
+            for bucket in buckets:
+                bucket.process_group = exchange.process_group
+                bucket.note_use = exchange.note_use if self.hook.has_groups else None
+                bucket.divisor = exchange.process_group.size()
+                futures.append(self._run_comm_hook(bucket))
+            counts = self._used.exchange_none(exchange.transport) if self._may_leave_out else ()
+            unused = {name for name, count in zip(self.options.names, counts, strict=False) if count == 0}
+            if self.delayed is not None:
+                self._all_reduce(torch.zeros_like(self.delayed.buffer))
+            exchange.connections.finish()
+            for bucket, future in zip(buckets, futures, strict=True):
+                value: Any = wait_for(future, exchange.check_in_step)
+                if unused.intersection(bucket.parameter_names()):  # nothing of them is applied on any rank
+                    self._take_back(bucket, value if isinstance(value, Tensor) else value[0], unused)
+        exchange.connections.end_exchange(self)
+        exchange.note_groups()
+        if not self.static_graph:
+            self._used.clear()
+        self._count_reduction()
+
+    def _take_back(self, bucket: Bucket, result: Tensor, names: Collection[str]) -> None:
+        """Return what was sent of these parameters to the hook's error memory."""
+        take_back = self.hook.take_back
+        if take_back is not None and isinstance(bucket, DenseBucket):
+            bucket.give_back(result, lambda name, sent: take_back(name, sent) if name in names else None)
+
+    def _all_reduce(self, tensor: Tensor) -> None:
+        """Sum a tensor over the ranks, in place, and wait for it."""
+        transport = self.exchange.transport
+        (work,) = transport.start(transport.all_reduce(tensor))
+        transport.wait(work, self.exchange.check_in_step)
 
     def _run_allreduce_hook(self, bucket: Bucket) -> Future[Tensor]:
         return self.exchange.transport.start_all_reduce(bucket.buffer())
-
-    def match_used_map(self) -> None:
-        """Take part in the exchange of used parameters, on a rank that used none."""
-        self._used.exchange(self.exchange.transport)
-        self._used.clear()
-
-    def _push_all_rebuilt_params(self) -> None:
-        """Take part in the rebuild of the buckets, in rank 0's order."""
-        if not self._backward.ready_order:
-            self._backward.ready_order = list(range(len(self.parameters)))
 
     # Training on a changing set of ranks, and after errors.
 
@@ -265,7 +322,7 @@ class DDPReducer(Reducer):
             self.drift.restart()
         self._forget_forward()
         self._begin(Phase.DONE)
-        self.has_rebuilt_buckets = False
+        self.has_rebuilt_buckets = self._has_reduced = False
 
     def leave(self, cause: str) -> None:
         """Leave the exchange unless this rank has left it. Nothing of this rank is in flight afterwards."""

@@ -138,6 +138,8 @@ class DistributedDataParallel(AdaptedDDP):
         check_no_wrapper_inside(module)
         if mixed_precision is not None:
             check_config(mixed_precision)
+        if delay_all_reduce_named_params:
+            errors.check_delayed(module, [p for _, p in delay_all_reduce_named_params], mixed_precision)
         if torch_internals.uses_python_reducer():
             raise NotImplementedError(
                 "gradwire.DistributedDataParallel does not support torch._dynamo.config.optimize_ddp='python_reducer', "
@@ -175,10 +177,6 @@ class DistributedDataParallel(AdaptedDDP):
 
     @require_manual_backward_finalization.setter
     def require_manual_backward_finalization(self, required: bool) -> None:
-        if self._delay_all_reduce_all_params:
-            if required:
-                raise RuntimeError(errors.FINALIZATION_WITHOUT_REDUCER)
-            return
         self.reducer.set_finalized_by_caller(required)
         self._require_manual_backward_finalization = required
 
@@ -198,8 +196,6 @@ class DistributedDataParallel(AdaptedDDP):
             RuntimeError: a backward still runs, no reduction is in flight, or `require_manual_backward_finalization`
                 is not set.
         """
-        if self._delay_all_reduce_all_params:
-            raise RuntimeError(errors.FINALIZATION_WITHOUT_REDUCER)
         self.reducer.finalize_backward()
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:

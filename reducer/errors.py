@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from numbers import Real
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from gradwire.hooks._bucket import GradBucket, check_process_group
 from gradwire.reducer import torch_internals
@@ -37,14 +38,28 @@ COPY_WITH_MIXED_PRECISION = (
     "copy."
 )
 
-FINALIZATION_WITHOUT_REDUCER = (
-    "Manual backward finalization is not supported when all DDP parameters use delay_all_reduce_named_params."
-)
 NOT_FINALIZED = (
     "finalize_backward() was not called for the last backward pass, whose gradients are not averaged. Call it after "
     "every synchronized backward pass, or set require_manual_backward_finalization to False."
 )
 
+ALL_DELAYED = (
+    "delay_all_reduce_named_params names all parameters that are trained: nothing is left to reduce during the "
+    "backward, and the first forward of PyTorch's class would fail. Leave out at least one parameter."
+)
+CANNOT_DELAY = (
+    "delay_all_reduce_named_params names {name}, which is {parameter.dtype} on {parameter.device}. The gradients of "
+    "delayed parameters are summed in one buffer, {buffer.dtype} on {buffer.device}, which needs parameters of its "
+    "dtype on its device. Leave this parameter out, or pass device_ids to sum on its GPU."
+)
+MIXED_PRECISION_DELAYED = (
+    "mixed_precision does not support delay_all_reduce_named_params: delayed parameters keep their own dtype in the "
+    "forward. Leave out one of the two, or use torch.autocast."
+)
+COPY_WITH_OPTIMIZERS = (
+    "A DistributedDataParallel with optimizers in backward can be neither copied nor pickled: a copy of a parameter has "
+    "no optimizer. Copy the module, call _apply_optimizer_in_backward for the copy, and wrap it."
+)
 SHARED_VIEWS = (
     "Two wrappers with gradient_as_bucket_view share parameters, and one of them is PyTorch's class: each would make a "
     "gradient a view of its own buffer. Leave gradient_as_bucket_view out of one, or use gradwire's class for both."
@@ -255,6 +270,16 @@ def check_ranks(process_group: object, device_mesh: object) -> None:
             "of the new group; expected a group that this rank is in. Wrap the model on the group's ranks only."
         )
     check_process_group(process_group)
+
+
+def check_delayed(module: nn.Module, delayed: Collection[torch.Tensor], mixed_precision: object) -> None:
+    """Raise NotImplementedError with mixed precision, and ValueError if no other parameter of the module is trained."""
+    if mixed_precision is not None:
+        raise NotImplementedError(MIXED_PRECISION_DELAYED)
+    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    delayed = set(delayed)
+    if not any(p.requires_grad and p not in delayed and name not in ignored for name, p in module.named_parameters()):
+        raise ValueError(ALL_DELAYED)
 
 
 def check_bucket_sizes(bucket_cap_mb: object, bucket_cap_mb_list: object) -> None:

@@ -23,9 +23,9 @@ from gradwire.comm.store_collectives import (
 from gradwire.comm.torch_internals import all_groups, collective_counts, unique_name
 from gradwire.hooks._handshake import digest
 from gradwire.hooks.hook_state import HookState, share_hook_state
+from gradwire.reducer import torch_internals
 from gradwire.reducer.backward import Exchange
 from gradwire.reducer.ddp_interface import DDPReducer
-from gradwire.reducer.torch_internals import assign_buckets
 
 MAX_BROADCASTS_IN_FLIGHT = 2  # one message is sent while the next is packed
 CALL = "resynchronize()"
@@ -96,7 +96,7 @@ def broadcast_coalesced(
     A collective call. ``check``, by default the transport's own, is called while waiting and raises to end the wait.
     """
     in_flight: deque[tuple[dist.Work, Tensor, list[Tensor]]] = deque()
-    for members in assign_buckets(tensors, [limit], [False] * len(tensors)) if tensors else ():
+    for members in torch_internals.assign_buckets(tensors, [limit], [False] * len(tensors)) if tensors else ():
         chunk = [tensors[i] for i in members]
         flat = torch.cat([tensor.reshape(-1) for tensor in chunk])
         in_flight.append((transport.broadcast(flat.view(torch.uint8), source), flat, chunk))
@@ -192,6 +192,34 @@ def _share_states_in_hook(
         if len(set(names)) == 1:
             transport = connections_of(group).transport(CALL, exchange.device)
             share_hook_state(state, transport, first, group.rank(), exchange.device)
+
+
+class JoinedRank(torch_internals.DDPJoinHook):
+    """A rank without inputs left in `join`, which takes part in the collectives of the others."""
+
+    def main_hook(self) -> None:
+        """Take part in a forward of the others and, unless they are in ``no_sync``, in its backward."""
+        ddp = self.ddp
+        ddp.reducer._rebuild_buckets()
+        ddp._check_and_sync_module_buffers()
+        is_synchronized = ddp._check_global_requires_backward_grad_sync(is_joined_rank=True)
+        if ddp._check_sync_bufs_post_fwd():
+            ddp._sync_module_buffers(ddp._find_common_rank(ddp._distributed_rank, False))
+        ddp.reducer.wait_for_post_backward_futures()
+        ddp.require_forward_param_sync = is_synchronized
+        if is_synchronized:
+            ddp.reducer.reduce_zeros()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Take the parameters and buffers of a rank that was among the last with inputs."""
+        super().post_hook(is_last_joiner)
+        if delayed := [p.detach() for p in self.ddp._delay_all_reduce_params]:  # which PyTorch's class ignores
+            broadcast_coalesced(
+                delayed,
+                self.ddp.reducer.exchange.transport,
+                self.ddp.broadcast_bucket_size,
+                self.ddp._authoritative_rank,
+            )
 
 
 def begin_together(connections: Connections) -> None:

@@ -97,12 +97,44 @@ class UsedParameters:
             self._counts_on_host = self.counts.tolist()
         return self._counts_on_host[index] > 0
 
+    def exchange_none(self, transport: GroupTransport) -> list[int]:
+        """Take part in an exchange on a rank that uses no parameter. Returns the number of ranks that use each one."""
+        message = torch.zeros(len(self.local) + transport.world_size, dtype=torch.int32, device=self._device)
+        (work,) = transport.start(transport.all_reduce(message))
+        transport.wait(work)
+        return message[: len(self.local)].tolist()
+
     def clear(self) -> None:
         """Start over for the next reduction, once the exchange is done."""
         if self._wait is not None and self._counts_on_host is None:
             self._wait()
         self.local = bytearray(len(self.local))
         self._wait = self._counts_on_host = None
+
+
+class DelayedGradients:
+    """The gradients of the parameters that no bucket has, in one flat buffer.
+
+    Args:
+        parameters: the delayed parameters.
+        buffer: as many elements as the parameters have, in their dtype and on their device.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], buffer: Tensor) -> None:
+        self.parameters, self.buffer = parameters, buffer
+        parts = buffer.split([parameter.numel() for parameter in parameters])
+        self._views = [part.view(parameter.shape) for part, parameter in zip(parts, parameters, strict=True)]
+
+    def collect(self) -> Tensor:
+        """Make every gradient a view of the buffer, where one was cleared or replaced after the forward; returns the
+        buffer.
+        """
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            if parameter.grad is None:
+                parameter.grad = view.zero_()
+            elif parameter.grad.data_ptr() != view.data_ptr():
+                parameter.grad = view.copy_(parameter.grad.to_dense())
+        return self.buffer
 
 
 @cache

@@ -283,13 +283,17 @@ class Reducer:
             self._leave_after(error, "the backward pass")
             raise
         self._backward.phase = Phase.REDUCING
-        if self.skip_unused:
+        if self._skips:
             launched = [bucket for bucket in self.buckets if not self._is_skipped(bucket)]
             for bucket in self.buckets:
                 bucket.is_last_launched = bucket in launched[-1:]
 
     def _is_skipped(self, bucket: Bucket) -> bool:
-        return not self._backward.is_again and set(bucket.members) <= set(self._unused)
+        return self._skips and not self._backward.is_again and set(bucket.members) <= set(self._unused)
+
+    @property
+    def _skips(self) -> bool:
+        return self.skip_unused and self._live_ranks is None  # a rank that has joined cannot know what is unused
 
     def _mark_ready(self, index: int) -> None:
         """Mark a gradient ready, and launch the buckets that are complete now."""
@@ -304,7 +308,7 @@ class Reducer:
             bucket = buckets[backward.n_launched]
             if bucket is buckets[-1]:
                 self.times.record("backward_compute_time_end")
-            if not (self.skip_unused and self._is_skipped(bucket)):
+            if not self._is_skipped(bucket):
                 self._launch(bucket)
             backward.n_launched += 1
             if backward.may_leave_out and backward.n_launched == len(buckets):
@@ -397,7 +401,7 @@ class Reducer:
         bucket.finish(result, scale, used, self.hook.take_back)
         if self._runs_optimizers:
             futures[index] = None  # applied: must not return to the error memory if a later bucket fails
-            _run_optimizers(bucket.parameters())
+            run_optimizers(bucket.parameters())
 
 
 def _make_output_hook(notify: weakref.WeakMethod[Callable[[], None]]) -> Callable[[Tensor], None]:
@@ -428,7 +432,8 @@ def default_reduction(exchange: Exchange, bucket: Bucket) -> Future[Tensor]:
     return reduce_bucket(exchange.process_group, cast("Any", bucket), algorithm, "all-reduce", divisor=bucket.divisor)
 
 
-def _run_optimizers(parameters: Sequence[Tensor]) -> None:
+def run_optimizers(parameters: Sequence[Tensor]) -> None:
+    """Step the optimizers of ``apply_optimizer_in_backward``, and clear the gradients."""
     for parameter in parameters:
         optimizers = getattr(parameter, "_in_backward_optimizers", ())
         for optimizer in optimizers:

@@ -21,8 +21,9 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 with private_names():
-    from torch.nn.parallel.distributed import _find_tensors
+    from torch.nn.parallel.distributed import _DDPJoinHook, _find_tensors
 
+    DDPJoinHook = _DDPJoinHook
     AnyFuture = torch._C.Future  # `Future.then` returns one of this base class of the public one
     BuiltinCommHookType = c10d.BuiltinCommHookType
     DEFAULT_FIRST_BUCKET_BYTES: int = c10d._DEFAULT_FIRST_BUCKET_BYTES
@@ -41,24 +42,28 @@ with private_names():
     for _name in (
         "_active_ddp_module",
         "_build_params_for_reducer",
+        "_check_and_sync_module_buffers",
         "_check_comm_hook",
+        "_check_global_requires_backward_grad_sync",
+        "_check_sync_bufs_post_fwd",
         "_ddp_init_helper",
         "_distributed_broadcast_coalesced",
+        "_find_common_rank",
         "_fire_reducer_autograd_hook",
         "_get_ddp_logging_data",
         "_log_and_throw",
-        "_match_unused_params_allreduce",
         "_module_wait_for_copy_hook",
         "_post_forward",
         "_pre_forward",
         "_register_builtin_comm_hook",
         "_register_delay_all_reduce_hook",
         "_setup_in_backward_optimizers",
+        "_sync_module_buffers",
     ):
         getattr(DDP, _name)
     for _name in (
         "_comm_hooks",
-        "_delay_all_reduce_all_params",
+        "_delay_grad_buffer",
         "_delay_all_reduce_params",
         "_module_parameters",
         "_submodule_to_event",
