@@ -88,7 +88,7 @@ class UsedParameters:
         counts = torch.zeros_like(self.counts)
         (work,) = transport.start(transport.all_reduce(counts))
         transport.wait(work)
-        return counts.tolist()  # type: ignore[no-any-return]
+        return counts.tolist()
 
     def clear(self) -> None:
         """Start over for the next reduction, once the exchange is done."""
