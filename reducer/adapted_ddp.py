@@ -243,7 +243,9 @@ class AdaptedDDP(nn.parallel.DistributedDataParallel):
         """The hook for `torch.distributed.algorithms.Join`; raises with mixed precision."""
         if self.mixed_precision is not None:
             raise NotImplementedError(errors.JOIN_WITH_MIXED_PRECISION)
-        return JoinedRank(self, kwargs.get("divide_by_initial_world_size", True))
+        self.logger._set_uneven_input_join()
+        self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
+        return JoinedRank(self)
 
     def __getstate__(self) -> dict[str, Any]:
         if self.mixed_precision is not None:

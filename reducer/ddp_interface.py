@@ -189,9 +189,7 @@ class DDPReducer(Reducer):
         super()._finalize()
         if self.delayed is not None and self._runs_optimizers:
             run_optimizers(self.delayed.parameters)
-        if (
-            self._upcast_stream is not None and self.skip_unused
-        ):  # PyTorch's hook has not seen buckets that were skipped
+        if self._upcast_stream is not None and self.skip_unused:  # PyTorch's hook does not see a skipped bucket
             restore_parameters(self.parameters)
         self._count_reduction()
 

@@ -57,8 +57,8 @@ MIXED_PRECISION_DELAYED = (
     "forward. Leave out one of the two, or use torch.autocast."
 )
 COPY_WITH_OPTIMIZERS = (
-    "A DistributedDataParallel with optimizers in backward can be neither copied nor pickled: a copy of a parameter has "
-    "no optimizer. Copy the module, call _apply_optimizer_in_backward for the copy, and wrap it."
+    "A DistributedDataParallel with optimizers in backward can be neither copied nor pickled: the copy of a parameter "
+    "has no optimizer. Copy the module, call _apply_optimizer_in_backward for the copy, and wrap it."
 )
 SHARED_VIEWS = (
     "Two wrappers with gradient_as_bucket_view share parameters, and one of them is PyTorch's class: each would make a "

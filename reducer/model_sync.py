@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.algorithms.join import JoinHook
 
 from gradwire.comm import GroupTransport
 from gradwire.comm.connections import Connections, connections_of, existing_connections
@@ -194,12 +195,15 @@ def _share_states_in_hook(
             share_hook_state(state, transport, first, group.rank(), exchange.device)
 
 
-class JoinedRank(torch_internals.DDPJoinHook):
+class JoinedRank(JoinHook):
     """A rank without inputs left in `join`, which takes part in the collectives of the others."""
+
+    def __init__(self, ddp: Any) -> None:
+        self._ddp = ddp
 
     def main_hook(self) -> None:
         """Take part in a forward of the others and, unless they are in ``no_sync``, in its backward."""
-        ddp = self.ddp
+        ddp = self._ddp
         ddp.reducer._rebuild_buckets()
         ddp._check_and_sync_module_buffers()
         is_synchronized = ddp._check_global_requires_backward_grad_sync(is_joined_rank=True)
@@ -212,14 +216,11 @@ class JoinedRank(torch_internals.DDPJoinHook):
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Take the parameters and buffers of a rank that was among the last with inputs."""
-        super().post_hook(is_last_joiner)
-        if delayed := [p.detach() for p in self.ddp._delay_all_reduce_params]:  # which PyTorch's class ignores
-            broadcast_coalesced(
-                delayed,
-                self.ddp.reducer.exchange.transport,
-                self.ddp.broadcast_bucket_size,
-                self.ddp._authoritative_rank,
-            )
+        ddp = self._ddp
+        ddp._sync_final_model(is_last_joiner)
+        if delayed := [p.detach() for p in ddp._delay_all_reduce_params]:  # which PyTorch's class ignores
+            transport = ddp.reducer.exchange.transport
+            broadcast_coalesced(delayed, transport, ddp.broadcast_bucket_size, ddp._authoritative_rank)
 
 
 def begin_together(connections: Connections) -> None:

@@ -21,9 +21,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 with private_names():
-    from torch.nn.parallel.distributed import _DDPJoinHook, _find_tensors
+    from torch.nn.parallel.distributed import _find_tensors
 
-    DDPJoinHook = _DDPJoinHook
     AnyFuture = torch._C.Future  # `Future.then` returns one of this base class of the public one
     BuiltinCommHookType = c10d.BuiltinCommHookType
     DEFAULT_FIRST_BUCKET_BYTES: int = c10d._DEFAULT_FIRST_BUCKET_BYTES
@@ -58,6 +57,7 @@ with private_names():
         "_register_builtin_comm_hook",
         "_register_delay_all_reduce_hook",
         "_setup_in_backward_optimizers",
+        "_sync_final_model",
         "_sync_module_buffers",
     ):
         getattr(DDP, _name)

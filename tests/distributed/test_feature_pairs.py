@@ -67,7 +67,7 @@ PAIRS = [pair for pair in combinations(FEATURES, 2) if set(pair) not in ALTERNAT
 # for delayed parameters, fails (static graphs in no_sync), or waits forever.
 NOT_ON_PYTORCH = [{MIXED}, {OPTIMIZER}, {DRIFT}, {DELAYED}, {MANUAL}, {COPY}, {STATIC, NO_SYNC}, {UNUSED, SPARSE}]
 NOT_ON_PYTORCH += [{JOIN, EVALUATION}, {JOIN, AFTER}, {JOIN, SKIP}, {NO_SYNC, AFTER}, {EVALUATION, AFTER}]
-NOT_ON_PYTORCH += [{JOIN_REST}, {UNUSED, JOIN}]
+NOT_ON_PYTORCH += [{JOIN_REST}, {JOIN, UNUSED}, {JOIN, SPARSE}]
 # Class and way to register the hook.
 SETTINGS = {
     "none": ("gradwire", None),
@@ -304,9 +304,7 @@ class Run:
         if self.state is not None and JOIN_REST not in plan.features:
             for name, error in errors_of(self.state.state_dict()).items():
                 lost[name] -= error
-            problems += [
-                f"lost of {name}: {each.abs().max()}" for name, each in lost.items() if each.abs().max() > 1e-3
-            ]
+            problems += [f"lost of {name}: {each}" for name, each in lost.items() if each.abs().max() > 1e-3]
         return problems
 
     def all_numbers(self, epoch):
