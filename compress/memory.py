@@ -22,8 +22,8 @@ class Memory(NamedTuple):
         merge: how the tensors of all ranks become one in a checkpoint. "sum": a resumed rank gets its share, the sum
             divided by the world size. "mean": each rank gets the mean. "same": all ranks have equal tensors.
         dtype: dtype of the tensor; None: fp32, or fp64 for fp64 gradients.
-        shape: shape of the tensor, from the gradient as a real tensor; by default the gradient's own shape. None: the
-            state validates shapes itself.
+        shape: shape of the tensor, from the gradient as a real tensor; by default the gradient's own shape. None, only
+            with "same": the state makes the tensors in `make_bucket` and validates their shapes itself.
     """
 
     merge: Merge = "sum"

@@ -27,6 +27,8 @@ from gradwire.compress._validation import check_whole_number
 from gradwire.compress.cast import Gradients
 from gradwire.kernels import MAX_EXPONENT, update_scale
 
+MAX_MARGIN = 12
+
 
 @dataclass(frozen=True, kw_only=True)
 class DelayedScaling:
@@ -55,7 +57,7 @@ class DelayedScaling:
     def __post_init__(self) -> None:
         if self.dtype not in (torch.float16, torch.bfloat16):
             raise ValueError(f"dtype is {self.dtype}; expected torch.float16 or torch.bfloat16.")
-        for name, lowest, highest in (("margin", 1, 12), ("growth", 1, 2 * MAX_EXPONENT), ("backoff", 0, 12)):
+        for name, lowest, highest in (("margin", 1, MAX_MARGIN), ("growth", 1, 2 * MAX_EXPONENT), ("backoff", 0, 12)):
             expected = f"a whole number of binades, {lowest} to {highest}"
             check_whole_number(name, getattr(self, name), expected, lowest, highest)
 

@@ -62,6 +62,13 @@ class DeclaredMemory(HookSettings):
                     f"{cls.__name__}.memory[{entry!r}] is {declared!r}; expected a Memory whose merge is one of "
                     f"{', '.join(map(repr, get_args(Merge)))}."
                 )
+            if declared.shape is None and (declared.merge != "same" or cls.make_bucket is DeclaredMemory.make_bucket):
+                # After an error, ranks may have tensors of different parameters: the others add zeros.
+                raise TypeError(
+                    f"{cls.__name__}.memory[{entry!r}] is {declared!r}; expected a shape. Declare how it follows from "
+                    "the gradient, such as shape=lambda gradient: (gradient.numel(),). Only memory with merge='same' "
+                    "may have none, in a class that overrides make_bucket."
+                )
 
     def __init__(self, hook: str, process_group: dist.ProcessGroup | None, options: Any) -> None:
         super().__init__(hook, process_group)
@@ -413,8 +420,6 @@ class Checkpointed(DeclaredMemory):
     def load_replicated_state(self, replicated: dict[str, Any]) -> None:
         """Continue from the `replicated_state` of another rank; keep this rank's error memory."""
         self.drop_buckets()
-        # A rank that was ahead may have taken shares that another has not.
-        self._take_shares({name for loaded in self._loaded.values() for name in loaded}, self._group)
         for entry in self.memory.keys() & replicated.keys():
             self._tensors[entry] = {name: tensor.clone() for name, tensor in replicated[entry].items()}
         self._restored(replicated)

@@ -1,5 +1,6 @@
 """16-bit all-reduce with delayed scaling: the precision of fp16 without its narrow range."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,9 +17,11 @@ from gradwire.compress._validation import (
     check_tensor,
     wrong,
 )
+from gradwire.compress.scaled_cast import MAX_MARGIN
 from gradwire.hooks._bucket import GradBucket
 from gradwire.hooks.hook_state import HookState, Step, hook_for
-from gradwire.kernels import MAX_EXPONENT
+from gradwire.hooks.telemetry import HostCopy
+from gradwire.kernels import MAX_EXPONENT, is_capturing
 
 __all__ = ["ScaledCastState", "scaled_cast_hook"]
 
@@ -37,8 +40,8 @@ class _Bucket(NamedTuple):
 class ScaledCastState(HookState):
     """Options and scales of `scaled_cast_hook`, for one model.
 
-    Each bucket has one scale, stored by parameter name. The defaults suit most models. Watch `saturated_elements` to
-    tune ``margin``.
+    Each bucket has one scale, stored by parameter name. The defaults suit most models. If elements saturate, each rank
+    whose elements they are warns once; watch `saturated_elements` to tune ``margin``.
 
     Args:
         process_group: the ranks to average over; None for the model's.
@@ -82,6 +85,9 @@ class ScaledCastState(HookState):
         # int32[2] as in BucketScale.exponent; the parameters of one bucket share one tensor.
         self._exponents: dict[str, torch.Tensor] = {}
         self._counters = torch.zeros(4, dtype=torch.int64)
+        self._n_seen = 0  # saturated elements of earlier runs
+        self._has_warned = False  # of saturated elements
+        self._saturated: HostCopy | None = None  # their number after an earlier step, on its way to the host
         self._is_left_open = False  # whether the previous step lacked its last bucket, which counts skipped steps
 
     @property
@@ -115,6 +121,26 @@ class ScaledCastState(HookState):
         """Begin a step; see `HookState.begin_step`."""
         self._is_left_open = not self._is_counted
         super().begin_step()
+        copy = self._saturated
+        if copy is not None and not is_capturing(copy.device) and copy.is_there():  # a capture allows no event query
+            (total,), self._saturated = copy.read(), None
+            if total > self._n_seen:
+                self._warn(int(total) - self._n_seen)
+
+    def _warn(self, saturated: int) -> None:
+        self._has_warned, margin = True, self.options.margin
+        warnings.warn(
+            f"scaled_cast_hook: {saturated} gradient elements saturated on this rank before step {self.iter}, so the "
+            f"means of their steps are too small. margin={margin} lets gradients grow {2**margin}-fold from one step "
+            f"to the next. Raise it, up to {MAX_MARGIN}, or use dtype=torch.bfloat16, which has the range of fp32. "
+            "state.saturated_elements counts further ones, without a warning.",
+            stacklevel=2,
+        )
+
+    def _watch_saturation(self, counters: torch.Tensor) -> None:
+        """Copy the number of saturated elements to the host, where a later step reads it: no step waits for it."""
+        if not self._has_warned and self._saturated is None and not is_capturing(counters.device):
+            self._saturated = HostCopy(counters[1:2])
 
     def prepare(self, bucket: GradBucket, names: tuple[str, ...], group: dist.ProcessGroup) -> "_Bucket":
         """The bucket as the algorithm sees it; its scale is created on the stream or thread that uses it."""
@@ -176,6 +202,7 @@ class ScaledCastState(HookState):
         self._scales = {}
         self._exponents = dict(zip(state_dict["names"], exponents.unbind(), strict=True))
         self._counters = counters
+        self._n_seen, self._saturated = int(counters[1]), None
         self.expect_handshake()
 
     def merge_shards(self, saved: dict[str, Any], shards: Sequence[dist.ProcessGroup]) -> dict[str, Any]:
@@ -200,7 +227,9 @@ class ScaledCastState(HookState):
         state = {entry: value for entry, value in replicated.items() if entry != "iter"}
         counters = state["counters"].clone()
         counters[:2] = self._counters[:2]
+        n_seen = self._n_seen
         self.load_state_dict({**state, "counters": counters})
+        self._n_seen = n_seen
         self.continue_at(replicated["iter"])
 
     def __getstate__(self) -> dict[str, Any]:
@@ -238,12 +267,16 @@ def _check_state_dict(state: Mapping[str, Any]) -> None:
 
 @hook_for(ScaledCastState)
 def scaled_cast_hook(state: ScaledCastState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """All-reduce the mean of the gradients as (sum of cast(s G / n)) / s in 16 bits, s from the previous step.
+    """All-reduce the mean in 16 bits, at the scale of the previous step; gradients that grow 16-fold may saturate.
 
-    The scale depends on the largest reduced magnitude, which is bitwise equal on all ranks. So after
-    the first step of a bucket, the ranks need no message to agree on the scale. The hook never
-    synchronizes with the host. Finite elements that do not fit saturate and are counted in the
-    state. inf and NaN pass through, do not change the scale, and count as a skipped step.
+    If they grow more than 2^``margin``-fold from one step to the next, by default 16-fold, the mean of that step may be
+    too small, by all of the growth beyond. What saturation cuts off is lost, and each rank whose elements saturate
+    warns once, in a later step. The scale then falls, so the next step is right unless gradients grow again.
+
+    The mean is (sum of cast(s G / n)) / s. The scale s depends on the largest reduced magnitude, which is bitwise equal
+    on all ranks. So after the first step of a bucket, the ranks need no message to agree on the scale. The hook never
+    synchronizes with the host; replays of a CUDA graph do not warn. `ScaledCastState.saturated_elements` counts
+    saturated elements. inf and NaN pass through, do not change the scale, and count as a skipped step.
 
     Args:
         state: options, scales and counters. Modified.
@@ -260,3 +293,5 @@ async def _scaled_cast(state: ScaledCastState, step: Step) -> None:
         counters[3] = 0
     arguments = (state.options, scale, counters, step.memory.is_last, step.transport, step.workspace)
     await scaled_cast_all_reduce(step.source, step.target, *arguments)
+    if step.memory.is_last:
+        state._watch_saturation(counters)

@@ -51,16 +51,23 @@ SCALE_BYTES = 2
 ERROR_SALT = 0x5851F42D4C957F2D
 
 
+# The dtypes that a payload may have, and their levels: those of fp8 are scaled.
+FLOAT_LEVELS = {torch.float8_e4m3fn: 448, torch.bfloat16: 0, torch.float16: 0, torch.float32: 0}
+
+
 @dataclass(frozen=True)
 class WireFormat:
     """One encoding of blocks.
 
     Attributes:
         name: the name that users write.
-        bits: payload bits per element.
+        bits: payload bits per element: 2, 4 or 8 for integers, 1, 2 or 4 for odd numbers, else those of ``dtype``.
         levels: the largest magnitude on the grid, in units of the scale; 0: there are no scales.
         dtype: dtype of the payload, if the codes are floating-point numbers.
         is_odd: whether the grid is the odd numbers from -levels to levels, without a zero.
+
+    Raises:
+        ValueError: the implementations cannot encode and decode such a format.
     """
 
     name: str
@@ -68,6 +75,31 @@ class WireFormat:
     levels: int = 0
     dtype: torch.dtype | None = None
     is_odd: bool = False
+
+    def __post_init__(self) -> None:
+        bits, levels = self.bits, self.levels
+        if self.dtype is not None:
+            if self.dtype not in FLOAT_LEVELS:
+                raise self._wrong("dtype", self.dtype, f"None or one of {', '.join(map(str, FLOAT_LEVELS))}")
+            if self.is_odd:
+                raise self._wrong("is_odd", True, f"False with {self.dtype}")
+            if bits != 8 * self.dtype.itemsize:
+                raise self._wrong("bits", bits, f"{8 * self.dtype.itemsize}, the size of {self.dtype}")
+            if levels != FLOAT_LEVELS[self.dtype]:
+                raise self._wrong("levels", levels, f"{FLOAT_LEVELS[self.dtype]} with {self.dtype}")
+        elif self.is_odd:
+            if bits not in (1, 2, 4):
+                raise self._wrong("bits", bits, "1, 2 or 4 for odd numbers: several codes fill a byte")
+            if levels != (1 << bits) - 1:
+                raise self._wrong("levels", levels, f"{(1 << bits) - 1}, the largest of 2^{bits} odd numbers")
+        else:
+            if bits not in (2, 4, 8):
+                raise self._wrong("bits", bits, "2, 4 or 8 for integers: whole codes fill a byte, and one code is 0")
+            if levels not in range(1, 1 << bits - 1):
+                raise self._wrong("levels", levels, f"1 to {(1 << bits - 1) - 1}, the largest integer of {bits} bits")
+
+    def _wrong(self, attribute: str, value: object, expected: str) -> ValueError:
+        return ValueError(f"{attribute} of the wire format {self.name!r} is {value!r}; expected {expected}.")
 
     @cached_property
     def is_scaled(self) -> bool:
@@ -78,6 +110,11 @@ class WireFormat:
     def is_integer(self) -> bool:
         """Whether the codes are integers, with a code for 0."""
         return self.dtype is None and not self.is_odd
+
+    @cached_property
+    def is_bf16(self) -> bool:
+        """Whether the payload is bf16; Triton's kernels cannot compare dtypes of PyTorch."""
+        return self.dtype == torch.bfloat16
 
     @cached_property
     def offset(self) -> int:

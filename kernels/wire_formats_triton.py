@@ -72,7 +72,7 @@ def _to_float(x, random, FORMAT: tl.constexpr, STOCHASTIC: tl.constexpr):
     """Round to the dtype of a format without scales. Finite numbers saturate; inf and NaN pass through."""
     if FORMAT.bits == 32:
         y = x
-    elif FORMAT.name == "bf16":
+    elif FORMAT.is_bf16:
         y = _round_to_bf16(x, random) if STOCHASTIC else _clamp(x, 3.3895313892515355e38).to(tl.bfloat16)
     elif STOCHASTIC:
         rounded = _round_to_grid(x, random, 10, -14, 65504.0, True)
@@ -287,7 +287,7 @@ def locate_blocks(
 def _payload_ptrs(payload, slots, FORMAT: tl.constexpr, BLOCK: tl.constexpr):
     """Pointers to the payload of each block, [N, elements], from the address of the first one in its cell."""
     SIZE: tl.constexpr = BLOCK * FORMAT.bits // 8
-    FLOAT: tl.constexpr = tl.bfloat16 if FORMAT.name == "bf16" else tl.float16 if FORMAT.bits == 16 else tl.float32
+    FLOAT: tl.constexpr = tl.bfloat16 if FORMAT.is_bf16 else tl.float16 if FORMAT.bits == 16 else tl.float32
     ELEMENT: tl.constexpr = tl.uint8 if FORMAT.levels > 0 else FLOAT
     WIDTH: tl.constexpr = SIZE if FORMAT.levels > 0 else BLOCK
     first = (payload + slots.to(tl.int64) * SIZE).to(tl.pointer_type(ELEMENT))

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from gradwire.testing import _laws
 from gradwire.testing._cases import GRADWIRE, PYTORCH, Case, Parameter, cases, poisoned_cases
 from gradwire.testing._laws import Violation
+from gradwire.testing._many_ranks import train_many
 from gradwire.testing._world import CaseFailed, World
 
 LAWS: Mapping[str, str] = {
@@ -30,9 +31,13 @@ LAWS: Mapping[str, str] = {
     "checkpoints resume": "A checkpoint is equal on all ranks, keyed by parameter name, loads with weights_only=True, "
     "is the whole state, and resumes on another number of ranks without loss.",
     "deterministic": "The same run gives the same bits.",
+    "sums fit": "Equal constant gradients on up to 1,024 ranks are applied as that constant: no sum of messages leaves "
+    "the range of its dtype.",
 }
 """The laws that `check_laws` checks: names for its argument ``skip``, and what they say."""
 CONSTANT = Case(tuple(Parameter(shape, values="constant", exponent=-1) for shape in ((16, 6), (5,))))
+MANY = replace(CONSTANT, parameters=tuple(replace(each, exponent=2) for each in CONSTANT.parameters))
+MANY_RANKS = (128, 1000, 1024)
 RUNS_TO_SHRINK = 40  # runs for finding a smaller failing case
 
 
@@ -83,6 +88,10 @@ def check_laws(
     - **Gradients that are not finite.** The gradient scaler of every rank must skip the step. So if an element is NaN
       or inf on one rank, the result is not finite in that parameter, on every rank; the parameter's error memory stays
       bitwise the same, and all of it finite; and the next step's results are finite. Finite gradients never give NaN.
+    - **Sums that fit.** The result is the mean on 1,024 ranks, too. One process runs the algorithm that the hook passes
+      to `HookState.run`, as the first 8 ranks; its collectives add up what 128, 1,000 and 1,024 ranks with the same
+      gradients would send. The algorithm takes the number of ranks from ``step.transport.world_size``. Collectives that
+      a hook issues itself, with ``torch.distributed``, are not covered.
     - **Checkpoints.** If the state has ``state_dict`` and ``load_state_dict``, a checkpoint is equal on all ranks,
       loads with ``torch.load(weights_only=True)`` and is the whole state: after a load, a trained state and a new one
       continue with the same bits. On another number of ranks, with other buckets and on the other DDP, nothing is lost.
@@ -129,6 +138,8 @@ def check_laws(
         check.search(check.poisoned, poisoned_cases(size), max_examples)
         if check.has_checkpoints and "checkpoints resume" not in skip:
             check.search(functools.partial(check.checkpoint, other), cases(is_moderate=True), max_examples)
+    if hook is not None and "sums fit" not in skip:
+        check.search(check.sums, st.just(MANY), 1)
 
 
 @functools.cache
@@ -189,19 +200,26 @@ class _Check:
             self._latest = LawViolation("any tensor", self._name, case, size, failure.first)
             raise (_Stop if failure.is_timeout else self._latest) from None
 
-    def _judge(self, case: Case, violations: Iterable[Violation]) -> None:
+    def _judge(self, case: Case, violations: Iterable[Violation], world_size: int | None = None) -> None:
         for law, difference in violations:
             if law not in self._skip:
-                self._latest = LawViolation(law, self._name, case, self._world_size, difference)
+                self._latest = LawViolation(law, self._name, case, world_size or self._world_size, difference)
                 raise self._latest
 
     def mean(self, case: Case) -> None:
         """Constant gradients, in the first compressed step."""
         results = self._run(_laws.train, case, wrapper=case.wrapper, steps=self._start + case.steps, start=0)
-        largest = max(gradient.max().item() for gradient in results[0].gradients[-1].values())
-        constant = 10.0 ** case.parameters[0].exponent
-        if not abs(largest - constant) <= 0.1 * constant:  # one rank more or fewer makes a larger difference
-            self._judge(case, [("mean", f"all gradients are {constant}; the largest applied one is {largest:.4g}")])
+        if text := _laws.wrong_mean(case, list(results[0].gradients[-1].values())):
+            self._judge(case, [("mean", text)])
+
+    def sums(self, case: Case) -> None:
+        """Constant gradients on many ranks, in the steps up to the first compressed one."""
+        for ranks in MANY_RANKS:
+            (results,) = self._run(train_many, case, 1, ranks=ranks, steps=self._start + case.steps)
+            for step, result in enumerate(results):
+                if text := _laws.wrong_mean(case, [result]):
+                    text = f"on {ranks} ranks, in step {step}, {text}"
+                    self._judge(case, [("sums fit", text)], ranks)
 
     def training(self, case: Case) -> None:
         """Finite gradients on both DDPs."""

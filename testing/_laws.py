@@ -143,6 +143,14 @@ def not_finite(gradients: NamedGradients) -> list[str]:
     return [label for label, each in labeled(gradients).items() if not each.isfinite().all()]
 
 
+def wrong_mean(case: Case, applied: Sequence[Tensor]) -> str | None:
+    """How the mean of constant gradients differs from that constant; None if the largest element is close."""
+    constant, largest = 10.0 ** case.parameters[0].exponent, max(gradient.max().item() for gradient in applied)
+    if abs(largest - constant) <= 0.1 * constant:  # one rank more or fewer makes a larger difference
+        return None
+    return f"all gradients are {constant}; the largest applied one is {largest:.4g}"
+
+
 def lost(
     case: Case,
     ranks: int,

@@ -82,6 +82,26 @@ async def toy_all_reduce(step, errors, defect):
         result.copy_(mean)
 
 
+async def ternary_all_reduce(step, errors):
+    """Codes -1, 0 and 1, whose sum in int8 overflows from 128 ranks on; nothing that a few ranks would notice."""
+    for gradient, error, result in zip(step.gradients, errors, step.results, strict=True):
+        total = gradient.to(error.dtype) / step.transport.world_size + error
+        flag = (total * 0).sum()  # NaN if an element is not finite
+        scale = total.nan_to_num(0.0, 0.0, 0.0).abs().amax() if total.numel() else flag.clone()
+        await step.transport.all_reduce(flag)
+        await step.transport.all_reduce_max(scale)
+        codes = (total / scale.clamp(min=1e-38)).round().nan_to_num(0.0, 0.0, 0.0).to(torch.int8).contiguous()
+        kept = codes.to(total.dtype) * scale
+        await step.transport.all_reduce(codes)
+        error.copy_(torch.where(flag.isnan(), error, total - kept))
+        result.copy_(codes.to(total.dtype) * scale + flag)
+
+
+@hook_for(ToyState)
+def ternary_hook(state, bucket):
+    return state.run(bucket, lambda step: ternary_all_reduce(step, step.memory["errors"]))
+
+
 @hook_for(ToyState)
 def toy_hook(state, bucket):
     return state.run(bucket, lambda step: toy_all_reduce(step, step.memory["errors"], state.options.defect))
@@ -177,6 +197,14 @@ def test_violation_tells_law_hook_case_and_difference():
         "toy_hook with ToyState(iter=0, defect='raises', start_iter=2) violates the law \"any tensor\""
     )
     assert "2 ranks:" in text and "seed=" in text and "weights.0: (0,)" in text
+
+
+def test_sum_that_overflows_on_many_ranks_is_named_although_every_other_law_holds():
+    with pytest.raises(LawViolation) as caught:  # the last law: the others hold
+        check_laws(ToyState, ternary_hook, max_examples=3)
+    violation = caught.value
+    assert (violation.law, violation.world_size) == ("sums fit", 128)
+    assert violation.difference == "on 128 ranks, in step 2, all gradients are 100.0; the largest applied one is -100"
 
 
 def test_skipped_law_is_not_checked():

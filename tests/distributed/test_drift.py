@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import gradwire
 from gradwire.reducer.adapted_ddp import AdaptedDDP
-from gradwire.reducer.drift import checksum
+from gradwire.reducer.drift import WORDS_AT_ONCE, checksum
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
 from tests.support.ranks import from_all_ranks, on_ranks
 from tests.support.states import make
@@ -219,6 +219,18 @@ def test_checksum_depends_on_every_bit(dtype):
             raw[position] ^= 1 << bit
             assert checksum(tensor) != before
             raw[position] ^= 1 << bit
+    assert checksum(tensor) == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_checksum_depends_on_every_part_of_a_large_tensor(dtype):
+    tensor = torch.ones(3 * WORDS_AT_ONCE * 8 // dtype.itemsize + 8 // dtype.itemsize + 1, dtype=dtype)  # 12 MiB
+    before, at_once = checksum(tensor), WORDS_AT_ONCE * 8 // dtype.itemsize
+    edges = [0, at_once - 1, at_once, 2 * at_once - 1, 2 * at_once, 3 * at_once - 1, 3 * at_once, tensor.numel() - 1]
+    for position in edges + [at_once // 2 * k for k in (1, 3, 5)]:
+        tensor[position] = 2
+        assert checksum(tensor) != before, position
+        tensor[position] = 1
     assert checksum(tensor) == before
 
 

@@ -6,6 +6,7 @@ import logging
 import pickle
 import re
 from dataclasses import dataclass
+from typing import get_args
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
+from gradwire.compress.memory import Merge
 from gradwire.hooks import debugging_hooks, default_hooks, powerSGD_hook, quantization_hooks, scaled_cast_hooks
 from gradwire.hooks.hook_state import HookState, Memory, hook_for
 from gradwire.hooks.powerSGD_hook import PowerSGDState
@@ -170,6 +172,17 @@ def test_memory_that_is_declared_wrong_raises_in_its_class(declared):
         TypeError, match=r"State\.memory\['errors'\] is .*; expected a Memory whose merge is one of 'sum'"
     ):
         type("State", (HookState,), {"memory": {"errors": declared}})
+
+
+@pytest.mark.parametrize("overrides", [{}, {"make_bucket": lambda state, *arguments: None}], ids=["base", "own"])
+@pytest.mark.parametrize("merge", get_args(Merge))
+def test_memory_without_a_shape_raises_in_its_class(merge, overrides):
+    members = {"memory": {"sums": Memory(merge=merge, shape=None)}} | overrides
+    if merge == "same" and overrides:  # the class makes the tensors, and ranks need not add them up
+        type("State", (HookState,), members)
+        return
+    with pytest.raises(TypeError, match=r"State\.memory\['sums'\] is Memory\(merge='.*shape=None\); expected a shape"):
+        type("State", (HookState,), members)
 
 
 @pytest.mark.parametrize("options", [{"density": 0.1}, PowerSGDState])

@@ -5,11 +5,13 @@ from types import NoneType
 
 import pytest
 import torch
+from hypothesis import strategies as st
 
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState
 from gradwire.kernels import WIRE_FORMATS
-from gradwire.testing import check_laws
+from gradwire.planner import hook_registry
+from gradwire.testing import _check, check_laws
 from tests.support.bits import assert_same_bits
 from tests.support.ranks import from_all_ranks, on_ranks
 from tests.support.training import HOOKS, SMALL, WRAPPERS, build, gradients, own_batches, train, wrapped
@@ -68,6 +70,20 @@ SLOW = ("bf16", "bf16_of_allreduce", "scaled_bf16", "powersgd_alternating", "fp1
 def test_laws_hold_for_hook(hook, examples):
     make_state = STATES.get(hook, partial(state_of, hook))
     check_laws(make_state, Hook(hook), skip=SKIPPED.get(hook, ()), max_examples=examples)
+
+
+def registered(hook):
+    return hook_registry.HOOKS[hook].make(None, 2)
+
+
+def registered_state(hook):
+    return registered(hook)[0]
+
+
+@pytest.mark.parametrize("hook", [hook for hook in hook_registry.HOOKS if hook not in ("none", "noop")])
+def test_sums_fit_on_many_ranks_with_every_hook_of_the_registry(hook):
+    check = _check._Check(partial(registered_state, hook), registered(hook)[1], (), world_size=1, time_limit=60.0)
+    check.search(check.sums, st.just(_check.MANY), 1)
 
 
 QUANTIZED = {

@@ -272,6 +272,21 @@ def test_unknown_names_train_by_number_and_checkpoints_raise():
         assert re.match("This state has trained without parameter names.*before the first step", text)
 
 
+@pytest.mark.parametrize("number", range(4))
+@on_ranks(1)
+def test_memory_loaded_before_numbers_are_known_is_checked_in_every_bucket(number):
+    # Nothing else would notice: a factor of another size is replaced by a new one.
+    state, name = PowerSGDState(None, **EARLY), f"parameter.{number}"
+    factors = {"q": {name: torch.ones(1, 1, 9) / 3}, "p": {}, "errors": {}}
+    state.load_state_dict({"iter": 2, "numel": [0, 0], **factors})
+    # With this option, the first step has several buckets.
+    ddp = WRAPPERS["pytorch"](Part(linear(), linear()), bucket_cap_mb=SMALLEST, find_unused_parameters=True)
+    register(ddp, (state, powerSGD_hook))
+    with hidden_models():
+        message = message_of(step, ddp)
+    assert f"q['{name}']" in message
+
+
 @pytest.mark.parametrize("option", ["ranks", "stacks"])
 @on_ranks(2)
 def test_options_by_name_raise_with_unknown_names_and_apply_once_bound(option):

@@ -9,7 +9,12 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import quantization_hooks as torch_hooks
 
 from gradwire.hooks.default_hooks import CastState, bf16_compress_hook, fp16_compress_hook
-from gradwire.hooks.quantization_hooks import quantization_perchannel_hook, quantization_pertensor_hook
+from gradwire.hooks.quantization_hooks import (
+    QuantizationState,
+    quantization_hook,
+    quantization_perchannel_hook,
+    quantization_pertensor_hook,
+)
 from tests.distributed.test_quantization_laws import hook_of, summed
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks, differences
 from tests.support.features import wrap
@@ -160,3 +165,30 @@ def test_cast_state_rejects_other_accumulators(value):
 def test_cast_state_rejects_objects_other_than_process_groups():
     with pytest.raises(TypeError, match="process_group is 'x'"):
         CastState("x")
+
+
+# --- random numbers
+
+
+def error_of_the_first_shot(**options):
+    """The error memory after a step with the same gradient on all ranks: of the gradient, or of this rank's shard."""
+    ddp = wrapped(model=Probe((6000,)))
+    state = register(ddp, (QuantizationState(None, "int4", start_iter=0, exempt=(), **options), quantization_hook))
+    ddp(torch.randn(6000, generator=torch.Generator().manual_seed(0))).backward()
+    ((_, bucket),) = state._buckets.values()
+    errors = getattr(bucket, "shard", bucket).memory["errors"]
+    return torch.cat([error.flatten().double() for error in errors.values()])
+
+
+@pytest.mark.parametrize("local_size", [1, 2])
+@pytest.mark.parametrize("options", [{"stochastic_rounding": True}, {"error_dtype": torch.bfloat16}], ids=str)
+@on_ranks(4)
+def test_errors_of_equal_gradients_average_out_over_the_ranks(options, local_size):
+    error = error_of_the_first_shot(local_size=local_size, **options)
+    if "error_dtype" in options:  # the error of an error that is the same on all ranks
+        error -= error_of_the_first_shot(local_size=local_size)
+    errors = torch.stack(from_all_ranks(error))
+    # On nodes of two ranks, ranks 0 and 2 quantize the first shard, ranks 1 and 3 the second.
+    for same in (errors,) if local_size == 1 else (errors[::2], errors[1::2]):
+        share = same.mean(0).square().mean() / same.square().mean()
+        assert abs(share * len(same) - 1) < 0.15, "the mean of n independent errors has 1 / n of their variance"

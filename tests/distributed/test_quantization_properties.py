@@ -15,8 +15,8 @@ from gradwire.compress import Quantization, QuantizedBucket, quantized_all_reduc
 from gradwire.kernels import WIRE_FORMATS
 from gradwire.testing._cases import Case, Parameter, parameters
 from gradwire.testing._laws import lost
+from gradwire.testing._many_ranks import run_in_lockstep
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
-from tests.support.lockstep import run_in_lockstep
 
 CPU = torch.device("cpu")
 FEW = settings(

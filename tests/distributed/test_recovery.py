@@ -3,8 +3,10 @@
 import copy
 import time
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import ClassVar
 from unittest import mock
 
 import pytest
@@ -15,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 import gradwire
 from gradwire.comm import connections_of
-from gradwire.hooks.hook_state import HookState
+from gradwire.hooks.hook_state import HookState, Memory, hook_for
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks, differences
 from tests.support.ranks import from_all_ranks, on_ranks, signals
 from tests.support.states import FEEDBACK, START, STATES, Ledger, Training, errors_of
@@ -287,21 +289,46 @@ def test_stored_exception_holds_no_connection_open(during):
 # --- checkpoints and step counts
 
 
-@pytest.mark.parametrize("hook", ["int4", "powersgd", "topk"])
-@on_ranks(2)
+@pytest.mark.parametrize("hook", ["int4", "int4_on_nodes", "powersgd", "topk"])
+@on_ranks(2, 3)
 def test_errors_of_a_checkpoint_that_one_rank_has_used_before_an_error_are_not_lost(hook):
-    ddp = wrapped(hook=hook)
-    state = ddp._comm_hooks[0][1]
-    train_steps(ddp, 4)
-    saved = state.state_dict()
+    training = Training(hook, group=dist.new_group())
+    training.run(START + 2)
+    state, ddp, module, generator = training.state, training.ddp, training.module, own_batches(1)
+    saved, ledger, last = state.state_dict(), Ledger(module), ddp.reducer.buckets[-1]
+    for name, error in errors_of(saved).items():
+        ledger.lost[name] += error
+
+    def step():
+        """This rank's gradients."""
+        batch = module.batch(generator)
+        own = torch.autograd.grad(module(*batch), list(module.parameters()))
+        ddp.zero_grad()
+        error = error_of(lambda: ddp(*batch).backward())
+        return dict(zip(ledger.lost, own, strict=True)), error
+
     state.load_state_dict(saved)
-    last = len(ddp.reducer.buckets) - 1
-    with failing_hook(ddp, last if dist.get_rank() == 1 else -1):  # before it takes its share of that bucket
-        assert error_of(train_steps, ddp, 1) is not None
+    # Rank 1 fails before it takes its share of the last bucket. The gradients of the others return to the errors.
+    with failing_hook(ddp, last.index() if dist.get_rank() == 1 else -1):
+        own, error = step()
+    assert error is not None
     ddp.resynchronize()
-    train_steps(ddp, 3)
+    ledger.add(own | dict.fromkeys(last.parameter_names()), dict.fromkeys(own))
+    compared = errors_of(saved).keys()
+    if hook == "powersgd":  # which adds a gradient to its error before it sends anything
+        compared -= set(last.parameter_names())
+    assert compared.isdisjoint(ledger.close(state))
+    assert len(compared) >= 2
+    ledger = Ledger(module)
+    for name, error in errors_of(state.state_dict()).items():
+        ledger.lost[name] += error
+    for _ in range(2):
+        own, error = step()
+        assert error is None
+        ledger.add(own, gradients(ddp))
     assert_same_on_all_ranks(from_all_ranks(state.iter))
-    assert state.state_dict()["errors"].keys() == saved["errors"].keys()
+    assert ledger.close(state) == []
+    assert errors_of(state.state_dict()).keys() == errors_of(saved).keys()
 
 
 @pytest.mark.parametrize("hook", ["scaled_fp16", "int4", "powersgd", "topk", "auto"])
@@ -363,6 +390,61 @@ def test_checkpoint_after_failed_first_compressed_step_is_equal_on_all_ranks(hoo
     assert_same_on_all_ranks(from_all_ranks(training.state.state_dict()))
     training.run(2)
     assert_same_on_all_ranks(from_all_ranks(gradients(training.ddp)))
+
+
+@dataclass(frozen=True)
+class Start:
+    start_iter: int = START
+
+
+class CountingState(HookState):
+    """Memory in shapes of its own, to which every step adds a number that depends on the rank."""
+
+    memory: ClassVar = {
+        "sums": Memory(merge="sum", shape=lambda gradient: (2, gradient.dim())),
+        "means": Memory(merge="mean", dtype=torch.float64),
+    }
+
+
+@hook_for(CountingState)
+def counting_hook(state, bucket):
+    async def all_reduce(step):
+        size, rank = step.transport.world_size, step.transport.rank
+        for gradient, result in zip(step.gradients, step.results, strict=True):
+            mean = (gradient / size).contiguous()
+            await step.transport.all_reduce(mean)
+            result.copy_(mean)
+        for tensor in (*step.memory["sums"], *step.memory["means"]):
+            tensor += size * (rank + 1)
+
+    return state.run(bucket, all_reduce)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@on_ranks(2, 3, limit=30)
+def test_memory_in_own_shapes_is_saved_on_all_ranks_after_an_error_on_one(wrapper):
+    group, size, steps = dist.new_group(), dist.get_world_size(), 0
+    training = Training((CountingState("counting_hook", group, Start()), counting_hook), wrapper, group=group)
+    training.run(START)
+    fail_once_a_peer_has_a_bucket(training, signals(f"own shapes, {wrapper}, {size}"))
+
+    def check():
+        total, saved = steps * size * size * (size + 1) / 2, training.state.state_dict()
+        for name, p in training.module.named_parameters():
+            assert_same_bits(saved["sums"].pop(name), torch.full((2, p.dim()), total))
+            assert_same_bits(saved["means"].pop(name), torch.full(p.shape, total / size, dtype=torch.float64))
+        assert (saved["sums"], saved["means"]) == ({}, {})
+
+    if wrapper == "pytorch":
+        connections_of(group).fail("expected")  # ends the peer's wait in C++
+        training.state.process_group = dist.new_group()
+        check()
+        return
+    training.ddp.resynchronize()
+    check()
+    steps = 2
+    training.run(steps)
+    check()
 
 
 @pytest.mark.parametrize("failing", [0, 1])

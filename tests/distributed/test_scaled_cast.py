@@ -1,15 +1,19 @@
 """`scaled_cast_hook`: the scales over the steps, and the content of a checkpoint."""
 
 import io
+import warnings
 from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from gradwire.hooks import default_hooks
+from gradwire.hooks import default_hooks, scaled_cast_hooks
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
+from gradwire.hooks.telemetry import HostCopy
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
+from tests.support.ranks import on_ranks
 from tests.support.training import SMALL, SMALLEST, WRAPPERS, gradients, register
 from tests.support.zoo import Probe
 
@@ -216,8 +220,63 @@ def test_saturated_elements_count_on_their_rank_and_scale_recovers(world):
     assert relative_errors(results, first_tensor_only)[-1] <= world.size * 2.0**-11 * (1 + 2.0**-8)
 
 
+def warnings_of_steps(ddp, scales):
+    """The texts of the warnings in each step, in which one gradient is ``scales[step]``."""
+    seen = []
+    for scale in scales:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            ddp.zero_grad()
+            ddp(torch.full((31,), scale), torch.ones(5, 7)).backward()
+        seen.append([str(warning.message) for warning in caught])
+    return seen
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@on_ranks(2, 3)
+def test_rank_whose_elements_saturate_warns_once_with_their_number_and_the_remedy(wrapper):
+    def steps(state, scales):
+        ddp = WRAPPERS[wrapper](Probe((31,), (5, 7)), bucket_cap_mb=SMALLEST)
+        register(ddp, (state, scaled_cast_hook))
+        return warnings_of_steps(ddp, scales)
+
+    # Rank 0's first gradient jumps twice, by more than the margin each time.
+    jumps = dist.get_rank() == 0
+    scales = [1.0, 1.0, 2.0**10, 2.0**10, 2.0**20, 2.0**20, 2.0**20] if jumps else [1.0] * 7
+    state = ScaledCastState()
+    seen = steps(state, scales)
+    assert [len(texts) for texts in seen] == ([0, 0, 0, 1, 0, 0, 0] if jumps else [0] * 7)
+    assert state.saturated_elements == (62 if jumps else 0)
+    if jumps:
+        assert seen[3][0].startswith(
+            "scaled_cast_hook: 31 gradient elements saturated on this rank before step 3, so the means of their steps "
+            "are too small. margin=4 lets gradients grow 16-fold from one step to the next. Raise it, up to 12, or use "
+            "dtype=torch.bfloat16"
+        )
+    loaded = ScaledCastState()
+    loaded.load_state_dict(state.state_dict())
+    assert [len(texts) for texts in steps(loaded, [2.0**20] * 3)] == [0] * 3  # earlier ones, of another run
+    saved = ScaledCastState()
+    saved.load_state_dict(state.state_dict())
+    further = [scales[-1], scales[-1], scales[-1] ** 2, 1.0]  # buckets are new, and agree, in the first two steps
+    assert [len(texts) for texts in steps(saved, further)] == [0, 0, 0, int(jumps)]
+
+
+@on_ranks(1)
+def test_saturation_before_a_capture_is_reported_after_it():
+    ddp = WRAPPERS["gradwire"](Probe((31,), (5, 7)))
+    register(ddp, (ScaledCastState(), scaled_cast_hook))
+    warnings_of_steps(ddp, [1.0, 1.0, 2.0**20])
+    with (
+        mock.patch.object(scaled_cast_hooks, "is_capturing", lambda device: True),
+        mock.patch.object(HostCopy, "is_there", lambda copy: pytest.fail("queries an event in a capture")),
+    ):
+        assert warnings_of_steps(ddp, [2.0**20]) == [[]]
+    assert len(*warnings_of_steps(ddp, [2.0**20])) == 1
+
+
 def counts_around_resynchronization(from_rank):
-    """This rank's counts before and after a resynchronization, and after a step that follows it.
+    """This rank's counts before and after a resynchronization, and after a step that follows it; and then a warning.
 
     Counts differ between ranks, as after faults, and the step that failed had a non-finite gradient.
     """
@@ -230,6 +289,8 @@ def counts_around_resynchronization(from_rank):
     for action in (lambda: None, lambda: ddp.resynchronize(from_rank), lambda: ddp(torch.ones(5)).backward()):
         action()
         seen.append((state.nonfinite_elements, state.saturated_elements, state.skipped_steps))
+    with pytest.warns(UserWarning, match=f"{20 + rank} gradient elements saturated"):
+        ddp(torch.ones(5)).backward()
     return seen
 
 

@@ -10,8 +10,8 @@ from gradwire.comm import Transport, Workspace
 from gradwire.compress import BucketScale, DelayedScaling, Gradients, scaled_cast_all_reduce
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
 from gradwire.kernels import SegmentTable
+from gradwire.testing._many_ranks import run_in_lockstep
 from tests.support.bits import assert_same_on_all_ranks
-from tests.support.lockstep import run_in_lockstep
 from tests.support.ranks import from_all_ranks, on_ranks
 from tests.support.training import SMALLEST, WRAPPERS, gradients, register
 from tests.support.zoo import Probe

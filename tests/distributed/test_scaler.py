@@ -10,7 +10,8 @@ from gradwire.hooks import quantization_hooks
 from gradwire.hooks.auto_hook import AutoState, auto_hook
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks, differences
 from tests.support.ranks import from_all_ranks, on_ranks
-from tests.support.training import HOOKS, WRAPPERS, error_of, gradients, own_batches, register, wrapped
+from tests.support.states import Ledger, errors_of
+from tests.support.training import HOOKS, WRAPPERS, error_of, gradients, own_batches, register, train_steps, wrapped
 
 WITH_ERRORS = ["powersgd", "powersgd_int8", "powersgd_alternating", "fp16_of_powersgd", "int4", "int4_on_nodes", "topk"]
 CONSTANT = [1024.0] * 9
@@ -70,28 +71,53 @@ def test_checkpoint_has_the_scale_of_the_scaler(hook, step):
     )
 
 
-@on_ranks(2)
-def test_errors_that_no_step_has_used_since_a_load_are_rescaled():
-    def resumed(scale):
-        ddp, scaler, generator = wrapped(), Scaler(), own_batches()
-        state = register(ddp, "int4")
-        for _ in range(4):
-            ddp.zero_grad()
-            (ddp(*ddp.module.batch(generator)) * scaler.scale).backward()
-        saved = state.state_dict()
-        ddp = wrapped()
-        state = register(ddp, "int4")
-        state.follow_scaler(scaler)
-        scaler.scale = 4.0  # of the run before the checkpoint was loaded
-        state.match_scale()
-        scaler.scale = 1024.0
-        state.load_state_dict(saved)
-        state.follow_scaler(scaler)
-        scaler.scale = scale
-        ddp(*ddp.module.batch(generator)).mul(scale).backward()
-        return {name: gradient / scale for name, gradient in gradients(ddp).items()}
+def saved_errors(state, factor=1.0):
+    """The error memory in a checkpoint, times a power of two."""
+    return {name: error * factor for name, error in errors_of(state.state_dict()).items()}
 
-    assert_same_bits(resumed(4096.0), resumed(1024.0))
+
+def trained_at(scale, hook):
+    """A DDP, its state with errors, and the scaler that the state follows."""
+    ddp, scaler = wrapped(), Scaler()
+    scaler.scale = scale
+    state = register(ddp, hook)
+    state.follow_scaler(scaler)
+    train_steps(ddp, 4)
+    assert any(error.any() for error in saved_errors(state).values())
+    return ddp, state, scaler
+
+
+@pytest.mark.parametrize("hook", WITH_ERRORS)
+@on_ranks(2)
+def test_loaded_errors_are_in_the_scale_of_the_load_not_of_earlier_steps(hook):
+    ddp, state, scaler = trained_at(65536.0, hook)
+    saved, errors = state.state_dict(), saved_errors(state)
+    scaler.scale = 1024.0  # of the checkpoint, which the user has loaded into the scaler
+    state.load_state_dict(saved)
+    assert_same_bits(saved_errors(state), errors)
+    scaler.scale = 4096.0
+    assert_same_bits(saved_errors(state), {name: 4 * error for name, error in errors.items()})
+    if hook == "fp16_of_powersgd":  # the wrapper rounds first
+        return
+    ledger, batch = Ledger(ddp.module), ddp.module.batch(own_batches())
+    for name, error in errors.items():
+        ledger.lost[name] += 4 * error
+    own = torch.autograd.grad(ddp.module(*batch), list(ddp.module.parameters()))
+    ddp.zero_grad()
+    ddp(*batch).backward()
+    ledger.add(dict(zip(ledger.lost, own, strict=True)), gradients(ddp))
+    assert ledger.close(state) == []
+
+
+@pytest.mark.parametrize("hook", WITH_ERRORS)
+@on_ranks(2)
+def test_errors_of_earlier_buckets_are_rescaled(hook):
+    # After a resynchronization there are no buckets, and the next step makes them anew.
+    ddp, state, scaler = trained_at(1024.0, hook)
+    expected = saved_errors(state, 0.25)
+    ddp.resynchronize()
+    scaler.scale = 256.0
+    assert_same_bits(saved_errors(state), expected)
 
 
 @on_ranks(2)

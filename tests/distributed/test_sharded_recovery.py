@@ -45,8 +45,6 @@ KINDS = {  # where, and the arguments of attach
     "hsdp-within-no-errors": ("hsdp", lambda: {"state": exact_state(), "within": WITHIN}),
     "fsdp": ("fsdp", lambda: {"within": WITHIN}),
 }
-QUICK = ("replicate", "fsdp")
-SLOW = [pytest.mark.slow]
 
 
 def failing(number, is_done):
@@ -82,26 +80,68 @@ def whole(named):
     return {name: each.full_tensor().double() for name, each in named}
 
 
-def errors_of(attachment):
-    """All errors of the model, by parameter name."""
+def errors_of(attachment, weight=1.0):
+    """All errors of the model, by parameter name. ``weight``: of a replica's mean in the gradient."""
     saved = attachment.state_dict()
-    memory = [whole(saved[entry].items()) for entry in ("errors", "within") if entry in saved]
-    return {name: sum(each[name] for each in memory) for name in memory[0]}
+    weights = {"errors": weight, "within": 1.0}
+    memory = [(weights[entry], whole(saved[entry].items())) for entry in weights if entry in saved]
+    return {name: sum(each_weight * each[name] for each_weight, each in memory) for name in memory[0][1]}
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=SLOW * (kind not in QUICK)) for kind in KINDS])
+def exchanges_of(arguments):
+    """Number of exchanges in a backward.
+
+    Three parameter groups, each with the start and the end of an all-reduce, and a reduce-scatter; then one exchange
+    per process group at the end of the backward.
+    """
+    return 6 * ("state" in arguments) + 3 * ("within" in arguments) + 1
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(4, limit=60)
+def test_law1_over_steps_that_fail_at_their_begin_and_at_their_end(kind, reduction):
+    """Before the first exchange, a step is lost as a whole. After the last one, all of it is applied later, except for
+    parameters without error memory.
+    """
+    last = exchanges_of(KINDS[kind][1]()) - 1
+    at_begin, at_end = fail_and_repeat(kind, reduction, [(0, False), (last, False)])
+    assert at_begin == {(0, 0)}
+    assert at_end == ({(0, 0), (1, 1)} if "powersgd" in kind else {(1, 1)})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 @on_ranks(4, limit=120)
 def test_law1_over_failed_and_repeated_steps(kind):
     """A shard of a replica's gradient in a failed step is either applied later, or lost as a whole."""
+    points = itertools.product(range(exchanges_of(KINDS[kind][1]())), (False, True))
+    kept = fail_and_repeat(kind, "mean", list(points)[:-1])
+    assert kept[0] != {(1, 1)}  # no exchange of the first parameter group in one replica, or between two of its shards
+    assert (1, 1) in kept[-1]
+
+
+def fail_and_repeat(kind, reduction, points):
+    """Train with a failed step at each point, an exchange and whether it is done, and check that law 1 holds.
+
+    Returns, for each point, which replicas' shards of the failed step are applied later: (0, 1) is the second's only.
+    """
     place, arguments = KINDS[kind]
     model = sharded(place)
+    weight = 1.0
+    if reduction == "sum":  # FSDP2 sums, and divides by 4 afterwards
+        weight = 4 / SHARDS[place] / 4
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
     attachment = gradwire.attach(model, **arguments())
     exact = {name: torch.zeros(each.shape, dtype=torch.float64) for name, each in model.named_parameters()}
     applied = {name: each.clone() for name, each in exact.items()}
 
     def step(number):
         model.zero_grad()
-        assert error_of(backward, model, number) is None
+        error = error_of(backward, model, number)
+        assert error is None
         for name, own in contributions(model, number).items():
             exact[name] += own.sum(0)
             applied[name] += dict(model.named_parameters())[name].grad.full_tensor()
@@ -109,16 +149,12 @@ def test_law1_over_failed_and_repeated_steps(kind):
     for number in range(START + 1):
         step(number)
     kept = []
-    # Three parameter groups, each with the start and the end of an all-reduce, and a reduce-scatter; then one exchange
-    # per process group at the end of the backward.
-    n_exchanges = 6 * ("state" in arguments()) + 3 * ("within" in arguments()) + 1
-    schedule = [(number, is_done) for number in range(n_exchanges) for is_done in (False, True)][:-1]
-    for number, is_done in schedule:
+    for number, is_done in points:
         with failing(number, is_done):
             assert "on one rank" in message_of(backward, model, 9)
         attachment.resynchronize()
         step(9)
-        own, errors = contributions(model, 9), errors_of(attachment)
+        own, errors = contributions(model, 9), errors_of(attachment, weight)
         kept.append(set())
         for name, error in errors.items():
             repeated = error - (exact[name] - applied[name])
@@ -134,9 +170,27 @@ def test_law1_over_failed_and_repeated_steps(kind):
         if place != "fsdp":
             by_rank = from_all_ranks(gradients(model))
             assert_same_bits(by_rank[0], by_rank[2])
-    assert kept[0] != {(1, 1)}  # no exchange of the first parameter group in one replica, or between two of its shards
-    assert (1, 1) in kept[-1]
     assert norm(list(errors.values())) > 1e-3
+    return kept
+
+
+@pytest.mark.parametrize("kind", ["replicate", "hsdp-both", "hsdp-within-no-errors", "fsdp"])
+@on_ranks(4)
+def test_infinite_result_of_a_failed_step_stays_out_of_the_errors(kind):
+    place, arguments = KINDS[kind]
+    model = sharded(place)
+    attachment = gradwire.attach(model, **arguments())
+    for number in range(START + 1):
+        backward(model, number)
+    if dist.get_rank() == 0:
+        infinite = model.first.register_forward_hook(lambda module, inputs, output: output * torch.inf)
+    with failing(exchanges_of(arguments()) - 1, False):
+        assert "on one rank" in message_of(backward, model, 9)
+    if dist.get_rank() == 0:
+        infinite.remove()
+    attachment.resynchronize()
+    assert all(each.isfinite().all() for each in errors_of(attachment).values())
+    assert error_of(backward, model, 10) is None
 
 
 @on_ranks(4)

@@ -10,6 +10,7 @@ from gradwire.kernels import (
     BlockTable,
     MessageLayout,
     Rounding,
+    WireFormat,
     commit_errors,
     commit_errors_bytes,
     commit_errors_reference,
@@ -80,6 +81,21 @@ def test_full_and_partial_chunks_match_reference(wire, device):
     # With one piece a cell has 86 blocks, so chunks span two cells; with two it has 43, fewer than a chunk.
     for pieces in (1,) if INTERPRETED else (1, 2):
         check(Exchange(wire, layouts=layouts, dtype=BF16, pieces=pieces, world_size=3), device)
+
+
+NEW_FORMATS = [
+    WireFormat("ternary", 2, levels=1),
+    WireFormat("int8 of 100 levels", 8, levels=100),
+    WireFormat("odd int4", 4, levels=15, is_odd=True),
+    WireFormat("brain", 16, dtype=BF16),
+]
+
+
+@pytest.mark.parametrize("wire", NEW_FORMATS, ids=lambda wire: wire.name)
+def test_new_format_needs_no_change_of_kernels(wire, device, monkeypatch):
+    monkeypatch.setitem(WIRE_FORMATS, wire.name, wire)
+    for stochastic in (False, True):
+        check(Exchange(wire.name, layouts=(Layout((1021,), (1,)), Layout((640,), (1,))), stochastic=stochastic), device)
 
 
 @pytest.mark.parametrize("block_size", [64, 1024])

@@ -10,6 +10,7 @@ from gradwire.kernels.wire_formats import (
     BF16_MAX,
     FP32_MAX,
     MIN_SCALE,
+    WireFormat,
     block_scales,
     decode,
     encode,
@@ -145,6 +146,70 @@ def test_fp8_codes_round_trip():
     scales, payload = encode(block, torch.tensor([256]), WIRE_FORMATS["fp8_e4m3"], None)
     assert scales == 1
     assert torch.equal(payload[:, :254], codes)
+
+
+KINDS_OF_CODES = [{}, {"is_odd": True}, *({"dtype": dtype} for dtype in (torch.bfloat16, torch.float64))]
+KINDS_OF_CODES += [
+    {"dtype": torch.float8_e4m3fn},
+    {"dtype": torch.float8_e5m2},
+    {"dtype": torch.float16, "is_odd": True},
+]
+
+
+@PROPERTY
+@given(
+    bits=st.integers(-1, 17) | st.sampled_from([32, 64]),
+    levels=st.integers(-1, 300) | st.sampled_from([0, 448, 7.5, 65535]),
+    kind=st.sampled_from(KINDS_OF_CODES),
+    block_size=st.sampled_from([32, 64, 1024]),
+)
+@example(bits=3, levels=3, kind={}, block_size=64)
+@example(bits=4, levels=8, kind={}, block_size=64)
+@example(bits=2, levels=1, kind={}, block_size=64)
+@example(bits=4, levels=15, kind={"is_odd": True}, block_size=64)
+@example(bits=8, levels=448, kind={"dtype": torch.float8_e4m3fn}, block_size=64)
+def test_format_decodes_what_it_encodes_or_is_refused(bits, levels, kind, block_size):
+    try:
+        wire = WireFormat("new", bits, levels=levels, **kind)
+    except ValueError as error:
+        assert str(error).split()[0] in ("bits", "levels", "dtype", "is_odd")
+        assert "of the wire format 'new' is" in str(error) and "; expected" in str(error)
+        return
+    blocks = torch.randn(20, block_size, generator=torch.Generator().manual_seed(bits))
+    counts = torch.full((20,), block_size)
+    scales, payload = encode(blocks, counts, wire, None)
+    assert payload.shape == (20, wire.payload_bytes(block_size))
+    error = (decode(scales, payload, wire) - blocks).abs()
+    largest = blocks.abs().amax(1, keepdim=True)
+    if wire.dtype is not None:  # half a distance of the grid, relative to the element
+        assert (error <= torch.finfo(wire.dtype).eps / 2 * blocks.abs() + largest * 2.0**-18).all()
+    elif bits > 1:  # half a distance of the grid, relative to the scale, which is rounded up to bf16
+        half = (2 if wire.is_odd else 1) / 2
+        assert (error <= half * largest / levels * (1 + 2.0**-7)).all()
+    else:
+        mean = blocks.abs().mean(1, keepdim=True)
+        assert (error <= (blocks.abs() - mean).abs() + mean * 2.0**-7).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"bits": 3, "levels": 3}, "bits of the wire format 'new' is 3; expected 2, 4 or 8 for integers"),
+        ({"bits": 4, "levels": 8}, "levels of the wire format 'new' is 8; expected 1 to 7, the largest integer"),
+        ({"bits": 2, "levels": 1, "is_odd": True}, "levels of the wire format 'new' is 1; expected 3, the largest"),
+        (
+            {"bits": 16, "dtype": torch.float8_e5m2},
+            "dtype of the wire format 'new' is torch.float8_e5m2; expected None",
+        ),
+        (
+            {"bits": 8, "dtype": torch.float16},
+            "bits of the wire format 'new' is 8; expected 16, the size of torch.float16",
+        ),
+    ],
+)
+def test_refusal_of_a_format_names_value_and_expectation(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        WireFormat("new", **arguments)
 
 
 DRAWS = torch.arange(0, 1 << 24, 1 << 8)  # evenly spaced: their mean is that of all draws

@@ -1,0 +1,146 @@
+"""Many ranks in one process: their algorithms run side by side, collective by collective."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from gradwire.comm import Algorithm, Collective, Driver, Transport, Workspace, connections_of
+from gradwire.comm.executor import Executor, Task
+from gradwire.comm.transport import AllGather, AllReduce, AllToAll
+from gradwire.hooks.hook_state import HookState
+from gradwire.testing._cases import Case, Model
+
+CPU = torch.device("cpu")
+SIMULATED = 8  # ranks that run; all others send what the last of these sends
+
+Watch = Callable[[list[tuple[Tensor, ...]]], None]
+
+
+def run_in_lockstep(
+    algorithms: Sequence[Algorithm[Any]], watch: Watch | None = None, *, world_size: int | None = None
+) -> list[Any]:
+    """Run one algorithm for each rank to its end; returns their results.
+
+    Args:
+        algorithms: of the first ranks, by default of all.
+        watch: gets every rank's tensors before each all-reduce.
+        world_size: number of ranks. Those without an algorithm send what the last one with an algorithm sends.
+    """
+    drivers, n_others = [Driver(algorithm) for algorithm in algorithms], (world_size or 0) - len(algorithms)
+    while True:
+        awaited = [collective for driver in drivers if (collective := driver.advance()) is not None]
+        if not awaited:
+            return [driver.result for driver in drivers]
+        assert len(awaited) == len(drivers), "some ranks have ended"
+        assert len({type(collective) for collective in awaited}) == 1, "the ranks await different collectives"
+        _run(awaited, max(0, n_others), watch)
+
+
+def _run(awaited: Sequence[Collective], n_others: int, watch: Watch | None) -> None:
+    """Run one collective of all ranks."""
+    reductions = [each for each in awaited if isinstance(each, AllReduce)]
+    if reductions and watch is not None:
+        watch([each.tensors for each in reductions])
+    for tensors in zip(*(each.tensors for each in reductions), strict=True):
+        stacked = torch.stack(tensors)
+        if reductions[0].op == dist.ReduceOp.MAX:
+            reduced = stacked.amax(0)
+        elif n_others == 0:
+            reduced = stacked.sum(0, dtype=stacked.dtype)
+        else:  # exact, and then in the range of the dtype: too large integers wrap around, others become inf
+            wide = stacked.to(torch.float64 if stacked.is_floating_point() else torch.int64)
+            reduced = wide.sum(0).add_(wide[-1], alpha=n_others).to(stacked.dtype)
+        for tensor in tensors:
+            tensor.copy_(reduced)
+    shots = [each for each in awaited if isinstance(each, AllToAll | AllGather)]
+    for rank, shot in enumerate(shots):
+        peers, period = list(range(len(shots) + n_others)), 1
+        if shot.part is not None:
+            peers = [peer for peer, n in enumerate(shot.part.splits) if n]
+            period = len(peers) if shot.part.is_in_node or len(peers) == 1 else peers[1] - peers[0]
+        place = peers.index(rank)
+        sources = torch.stack([each.source[:, place] if isinstance(each, AllToAll) else each.source for each in shots])
+        # The others send what the last rank with their place on the node sends.
+        senders = [peer - max(0, -(-(peer - len(shots) + 1) // period)) * period for peer in peers]
+        if min(senders) < 0:
+            raise NotImplementedError(
+                f"Nodes of {period} ranks are not simulated; expected up to {len(shots)}. Pass skip=['sums fit']."
+            )
+        shot.target.copy_(sources[senders].movedim(0, 1))
+
+
+class Bucket:
+    """A bucket with one flat buffer, as PyTorch's DDP passes it to hooks: all parameters of a model."""
+
+    def __init__(self, parameters: Iterable[Tensor], gradients: Iterable[Tensor]) -> None:
+        self._parameters = list(parameters)
+        self._buffer = torch.cat([gradient.reshape(-1) for gradient in gradients])
+
+    def index(self) -> int:
+        """Number of the bucket in its step."""
+        return 0
+
+    def is_last(self) -> bool:
+        """Whether it is the last bucket of its step."""
+        return True
+
+    def parameters(self) -> list[Tensor]:
+        """The parameters."""
+        return self._parameters
+
+    def buffer(self) -> Tensor:
+        """The gradients of all parameters."""
+        return self._buffer
+
+    def set_buffer(self, buffer: Tensor) -> None:
+        """Replace the gradients."""
+        self._buffer = buffer
+
+    def gradients(self) -> list[Tensor]:
+        """The gradients: views of the buffer."""
+        parts = self._buffer.split([parameter.numel() for parameter in self._parameters])
+        return [part.view(parameter.shape) for part, parameter in zip(parts, self._parameters, strict=True)]
+
+
+class _Rank(Executor):
+    """The executor of one of many ranks, which collects the tasks of a step."""
+
+    def __init__(self, world_size: int, rank: int) -> None:
+        super().__init__(Transport(world_size, rank), [Workspace(CPU)])
+        self.algorithms: list[Algorithm[Any]] = []
+        self.futures: list[Future[Any]] = []
+
+    def submit(self, task: Task, name: str = "gradwire::task") -> Future[Any]:
+        """Start the task's algorithm, whose first collective `run_in_lockstep` runs."""
+        self.algorithms.append(task(self.workspaces[0]))
+        self.futures.append(Future())
+        return self.futures[-1]
+
+
+def train_many(case: Case, ranks: int, steps: int, make_state: Callable[[], Any], hook: Any) -> list[Tensor]:
+    """The flat reduced gradients of rank 0 in each of some steps on ``ranks`` ranks with the same gradients."""
+    models = [Model(case) for _ in range(min(ranks, SIMULATED))]
+    states, executors = [make_state() for _ in models], [_Rank(ranks, rank) for rank in range(len(models))]
+    for state, model in zip(states, models, strict=True):
+        if isinstance(state, HookState):
+            state.bind(model)
+    results = []
+    for step in range(steps):
+        futures = []
+        for state, model, executor in zip(states, models, executors, strict=True):
+            connections_of(None).replace_executor(executor, CPU)
+            bucket = Bucket(model.parameters(), case.gradients(0, step).values())
+            futures.append(hook(state, bucket))
+        for algorithms in zip(*(executor.algorithms for executor in executors), strict=True):
+            values = run_in_lockstep(algorithms, world_size=ranks)
+            for executor, value in zip(executors, values, strict=True):
+                executor.futures.pop(0).set_result(value)
+        for executor in executors:
+            executor.algorithms.clear()
+        value = futures[0].wait()
+        results.append((value if isinstance(value, Tensor) else value[0]).clone())
+    return results
