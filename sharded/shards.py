@@ -18,7 +18,7 @@ from gradwire.compress.policy import exempt_format
 from gradwire.hooks.quantization_hooks import BlockOptions
 from gradwire.kernels import WIRE_FORMATS
 from gradwire.sharded.exchange import ShardedExchange, described
-from gradwire.sharded.torch_internals import flat_order, mean_weight
+from gradwire.sharded.torch_internals import flat_order, mean_weight, shard_group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,13 +182,17 @@ class QuantizedReduceScatter:
     def saved_errors(self) -> dict[str, Tensor]:
         """This rank's shard of the errors of all ranks, by name, in fp32. A collective call."""
         saved, weight = {}, mean_weight(self._group)
+        shards = shard_group(self._group)
+        assert shards is not None
         for name, size in (flat_order(self._group, self._names) or {}).items():
             own = torch.zeros(size.numel(), device=self._group.device)
+            # After a failed step, a part of the ranks may have taken over what they have loaded.
+            errors = torch.zeros(shards.size(), size.numel(), device=self._group.device)
             if name in self._loaded:
-                own.copy_(self._loaded[name])
+                errors[shards.rank()] = self._loaded[name]
             elif name in self._errors:
-                assert self._shards is not None
-                self.native(own, self._errors[name].to(torch.float32).reshape(-1), self._shards, dist.ReduceOp.SUM)
+                errors.copy_(self._errors[name])
+            self.native(own, errors.view(-1), shards, dist.ReduceOp.SUM)
             if self._replicas is not None:
                 dist.all_reduce(own, group=self._replicas)
             saved[name] = own.mul_(weight).view(size)

@@ -398,6 +398,9 @@ def test_attach_refuses_models_without_replicas_and_a_second_hook():
     model = sharded("hsdp")
     gradwire.attach(model, QuantizationState())
     assert "attached to this model already" in message_of(gradwire.attach, model, QuantizationState())
+    group, mesh_info, native = gradwire.attach(part := sharded("fsdp"), within="bf16")._groups[0]
+    torch_internals.restore(group, mesh_info, native)  # now the others only are compressed
+    assert "attached to this model already" in message_of(gradwire.attach, part, within="bf16")
     assert "attach(model, state, hook)" in message_of(gradwire.attach, sharded("hsdp"), CastState())
     assert "neither a state nor within" in message_of(gradwire.attach, sharded("hsdp"))
     assert gradwire.attach(sharded("fsdp"), within="bf16").state_dict() == {}

@@ -1,18 +1,20 @@
 """The quantized reduce-scatter of FSDP2 and HSDP: `gradwire.attach(model, within=...)`."""
 
 import copy
+import itertools
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import checkpoint
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import gradwire
 from gradwire.hooks.default_hooks import bf16_compress_hook
 from gradwire.hooks.quantization_hooks import QuantizationState
 from gradwire.sharded import ReduceScatterOptions, torch_internals
+from gradwire.sharded.shards import QuantizedReduceScatter
 from tests.support.bits import assert_same_bits
 from tests.support.ranks import on_ranks
 from tests.support.sharded import (
@@ -21,6 +23,7 @@ from tests.support.sharded import (
     backward,
     contributions,
     gradients,
+    mesh,
     message_after_fault_on_rank_1,
     missing_over,
     norm,
@@ -244,3 +247,58 @@ def test_failure_of_a_reduce_scatter_raises_the_reason_on_all_ranks():
     message = message_after_fault_on_rank_1(gradwire.sharded.shards, "quantized_reduce_scatter", model)
     assert "on one rank" in message
     assert "on one rank" in message_of(backward, model, 2)
+
+
+@pytest.mark.parametrize("place", SHARDED)
+@on_ranks(4)
+def test_law1_holds_while_parameters_are_frozen_and_trained_again(place):
+    # The flat tensor has other parameters then: errors must follow their parameters, not the flat tensors.
+    native, ours = sharded(place), sharded(place)
+    options = ReduceScatterOptions(wire="int4", error_dtype=torch.float32, wires={"*.bias": "int4"})
+    attachment = gradwire.attach(ours, within=options)
+    total = {}
+    for step, is_frozen in enumerate([False, False, True, True, False, True, False]):
+        for model in (native, ours):
+            model.zero_grad()
+            model.between.weight.requires_grad_(not is_frozen)
+            backward(model, step)
+        exact = gradients(native)
+        for name, gradient in gradients(ours).items():
+            if gradient is not None:
+                total[name] = total.get(name, 0) + exact[name] - gradient
+    for name, error in attachment.state_dict()["within"].items():
+        torch.testing.assert_close(total[name], error.to_local(), atol=1e-6, rtol=0)
+    assert norm(total.values()) > 1e-3
+
+
+@on_ranks(4)
+def test_rounding_is_independent_between_ranks_and_between_shards():
+    torch.manual_seed(0)
+    model = fully_shard(torch.nn.Linear(64, 64, bias=False), mesh=mesh("fsdp"))
+    options = ReduceScatterOptions(wire="int4", use_error_feedback=False, stochastic_rounding=True, exempt=())
+    gradwire.attach(model, within=options)
+    row = torch.full((1, 64), 2.5)
+    row[0, 0] = 7.0  # the scale of every block is 1, so 2.5 becomes 2 or 3
+    model(row).sum().backward()  # the same gradient on all ranks, the same rows in all shards
+    mean = model.weight.grad.full_tensor()[:, 1:]
+    assert set(mean.unique().tolist()) == {2, 2.25, 2.5, 2.75, 3}
+    assert mean.var() < 1.3 * 0.25 / 4  # of n independent coins
+    assert (mean - 2.5).mean().abs() < 0.02
+    shards = mean.chunk(4)
+    assert all(not one.equal(other) for one, other in itertools.combinations(shards, 2))
+    assert len(mean.unique(dim=0)) > 60  # the rows of a shard, too
+
+
+@on_ranks(4, limit=60)
+def test_errors_of_a_checkpoint_survive_a_failure_before_their_first_step():
+    model, again = sharded("fsdp"), sharded("fsdp")
+    options = ReduceScatterOptions(wire="int4", error_dtype=torch.float32)
+    attachment, loaded = (gradwire.attach(each, within=options) for each in (model, again))
+    backward(model, 0)
+    saved = attachment.state_dict()
+    loaded.load_state_dict(saved)
+    assert "on one rank" in message_after_fault_on_rank_1(QuantizedReduceScatter, "_reduce", again)
+    loaded.resynchronize()
+    for name, error in loaded.state_dict()["within"].items():
+        torch.testing.assert_close(error.to_local(), saved["within"][name].to_local(), atol=1e-7, rtol=1e-6)
+    assert norm([each.to_local() for each in saved["within"].values()]) > 1e-3
