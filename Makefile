@@ -9,7 +9,7 @@ export PYTHONSAFEPATH := 1
 # which make would start a shell, and a shell does not pass on SIGTERM.
 TOOL := env PYTHONSAFEPATH= $(BIN)/python -m tools
 
-.PHONY: install check format docs test test-slow mutants faults soak test-integrations test-triton36 test-matrix conformance demo bench-kernels bench-rounding bench-telemetry bench-reducer bench-hooks bench-network bench-nodes bench-advise bench-auto bench-converge bench compiled pages gpu gpu-rehearsal wheel clean
+.PHONY: install check format docs test test-slow random mutants faults soak test-integrations test-triton36 test-matrix conformance demo bench-kernels bench-rounding bench-telemetry bench-reducer bench-hooks bench-network bench-nodes bench-advise bench-auto bench-converge bench compiled pages gpu gpu-rehearsal wheel clean
 
 install: .venv/.installed
 
@@ -57,6 +57,10 @@ test: install
 test-slow: install
 	$(BIN)/python -m pytest $(ON_ALL_CORES) -m "slow and not faults"
 	env TRITON_INTERPRET=1 $(BIN)/python -m pytest $(ON_ALL_CORES) -m slow tests/kernels
+
+# Random training loops from a new seed, which is printed; GRADWIRE_SEED repeats a run.
+random: install
+	env OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m slow tests/distributed/test_random_training.py -k new_seed
 
 # Plants the defects of tests/mutants.toml one by one, and lists those that no test catches. Takes minutes.
 mutants: install

@@ -116,7 +116,7 @@ class Connections:
             if later is None:
                 executor = StreamExecutor(transport, device)
             else:
-                executor = WorkerExecutor(transport, later, device, self.check_peers, self._post_failure_of_task)
+                executor = WorkerExecutor(transport, later, device, self.check_peers, self._failure_notice())
             self._executors[device] = executor
             if self.failure is not None:  # another thread has failed meanwhile
                 self._executors.pop(device, None)
@@ -246,8 +246,8 @@ class Connections:
             self._post(reason)
             self._abandon()
 
-    def _post(self, reason: str) -> None:
-        key = f"{self.generation}/{NOTICE}"
+    def _post(self, reason: str, generation: int | None = None) -> None:
+        key = f"{self.generation if generation is None else generation}/{NOTICE}"
 
         def post(store: Store) -> None:
             if not store.check([key]):
@@ -255,9 +255,12 @@ class Connections:
 
         self._notices.tell(post)
 
-    def _post_failure_of_task(self, error: Exception) -> None:
-        """Announce a failed task of PyTorch's DDP. gradwire's reducer, which knows the step, has announced its own."""
-        self._post(f"A gradient exchange failed on rank {self._rank}: {error}")
+    def _failure_notice(self) -> Callable[[Exception], None]:
+        """A function that announces a failed task of PyTorch's DDP. gradwire's reducer, which knows the step, has
+        announced its own. It speaks of the current generation: an abandoned executor may call it after `renew`.
+        """
+        generation = self.generation
+        return lambda error: self._post(f"A gradient exchange failed on rank {self._rank}: {error}", generation)
 
     def renew(self, generation: int) -> None:
         """Start again with connections of a new generation, on which all ranks have agreed: none reads the keys of the

@@ -159,7 +159,7 @@ def test_failed_task_of_pytorchs_ddp_raises_on_connected_peer():
 def test_notices_have_ranks_of_the_default_group():
     group = dist.new_group([1, 2])
     if dist.get_rank() == 2:
-        connections_of(group)._post_failure_of_task(Fault("planted"))
+        connections_of(group)._failure_notice()(Fault("planted"))
     if dist.get_rank() > 0:
         dist.barrier(group)
         assert connections_of(group).failure_elsewhere() == "A gradient exchange failed on rank 2: planted"
@@ -267,3 +267,15 @@ def test_store_gather_has_the_outcome_of_the_first_rank_on_all_ranks(outcome):
         except RanksMissing:
             first = "RanksMissing"
     assert (first, store_all_gather(group, outcome, f"again {rank}")) == (expected, ["again 0", "again 1"])
+
+
+@on_ranks(2)
+def test_late_failure_of_an_abandoned_executor_leaves_renewed_connections_alone():
+    connections = connections_of(dist.new_group())
+    notice = connections._failure_notice()
+    connections.fail("expected")
+    dist.barrier()
+    connections.renew(connections.generation + 1)
+    notice(Fault("of the abandoned executor"))
+    dist.barrier()
+    connections.check_peers()
