@@ -289,7 +289,7 @@ def sensible(loop):
 
     Only in buckets of one parameter is it known what an element that is not finite keeps out of the result: not in the
     first bucket of a new wrapper. Two such steps in a row trip the guard. A scaled cast follows the last magnitude.
-    PyTorch's DDP has no `check_every`, averages one backward of a forward, and crashes with a static graph and `no_sync`.
+    PyTorch's DDP has no `check_every`, averages only one backward of a forward, and has a bug with static graphs.
     """
     steps = []
     if not loop.is_ours and loop.option in ("check_every", "static_graph"):
