@@ -292,7 +292,9 @@ class Run:
 
     def reduced(self, before):
         """The gradients of this step, which is applied."""
-        assert all(p.dtype == torch.float32 for p in self.ddp.module.parameters()), "parameters have low precision"
+        parameters = [*self.ddp.module.parameters()]
+        assert all(p.dtype == torch.float32 for p in parameters), "parameters have low precision"
+        assert all(p.grad is None for p in parameters if not p.requires_grad), "a frozen parameter has a gradient"
         if OPTIMIZER in self.plan.features:
             assert all(p.grad is None for p in self.trained.values()), "gradients are left"
             return {name: before[name] - p.detach() for name, p in self.trained.items()}
