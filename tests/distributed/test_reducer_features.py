@@ -77,11 +77,11 @@ def wrap_delaying(module, *names):
 
 @on_ranks(2)
 def test_delayed_gradient_that_was_cleared_after_the_forward_is_averaged():
-    ddp = wrap_delaying(Parted(), "own")
+    ddp = wrap_delaying(Parted(), "layer.weight")
     loss = ddp(torch.full((3,), 2.0 * dist.get_rank()))
     ddp.zero_grad()
     loss.backward()
-    assert_same_bits(ddp.module.own.grad, torch.ones(3))
+    assert_same_bits(ddp.module.layer.weight.grad, torch.ones(1, 3))
 
 
 @pytest.mark.parametrize("how", ["delayed", "ignored"])
