@@ -326,6 +326,10 @@ class DDPReducer(Reducer):
         """Leave the exchange unless this rank has left it. Nothing of this rank is in flight afterwards."""
         if self.exchange.connect().failure is None:
             self._fail(cause)
+        if self._upcast_stream is not None:  # the failed backward has left copies in place of the parameters
+            state = self.hook.state
+            restore_parameters(state.ddp_weakref().module.parameters())
+            state.wait_for_stream_enqueued = False
 
     def restart(self) -> None:
         """Return to the state after construction, with the first buckets, equal on all ranks."""

@@ -66,12 +66,12 @@ class DistributedDataParallel(AdaptedDDP):
             Supports unused parameters without the costs of ``find_unused_parameters``, and activation checkpointing of
             shared parameters.
         delay_all_reduce_named_params: (name, parameter) pairs to leave out of the buckets; their gradients are reduced
-            together in one flat fp32 buffer.
-        param_to_hook_all_reduce: the parameter whose gradient starts the all-reduce of the delayed parameters.
+            together in one flat fp32 buffer at the end of the backward.
+        param_to_hook_all_reduce: required with ``delay_all_reduce_named_params``, as in PyTorch; no effect.
         mixed_precision: PyTorch's ``_MixedPrecision(param_dtype, reduce_dtype, buffer_dtype)``: compute with copies of
             the parameters in one dtype, sum their gradients in another, and keep parameters and gradients in their own
-            for the optimizer. Needs an accelerator. Excludes communication hooks, `join` and copies of the wrapped
-            model; ``gradient_as_bucket_view`` has no effect.
+            for the optimizer. Needs an accelerator. Excludes communication hooks, `join`, delayed parameters and
+            copies of the wrapped model; ``gradient_as_bucket_view`` has no effect.
         device_mesh: a 1-D mesh, instead of ``process_group``.
         skip_all_reduce_unused_params: whether to skip the reduction of buckets without a used parameter, with
             ``find_unused_parameters``. All ranks must use the same parameters.

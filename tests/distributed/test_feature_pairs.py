@@ -6,6 +6,7 @@ and nothing may be lost (law 1).
 """
 
 import copy
+import random
 import re
 from contextlib import ExitStack, nullcontext
 from itertools import combinations
@@ -25,8 +26,8 @@ from tests.distributed.test_mixed_precision import MixedPrecision, no_streams
 from tests.support.bits import differences
 from tests.support.features import CAP
 from tests.support.ranks import from_all_ranks
-from tests.support.states import errors_of
-from tests.support.training import HOOKS, WRAPPERS, register
+from tests.support.states import FEEDBACK, errors_of
+from tests.support.training import HOOKS, WRAPPERS, error_of, failing_hook, register
 
 LOCATIONS = torch.nn.parallel.distributed._BufferCommHookLocation
 PAGE = Path(__file__).parents[2] / "docs" / "ddp.md"
@@ -38,6 +39,7 @@ BEFORE, AFTER = "buffer hook before the forward", "buffer hook after the forward
 STATIC, UNUSED, SKIP = "`static_graph`", "`find_unused_parameters`", "`skip_all_reduce_unused_params`"
 MIXED, OPTIMIZER, SPARSE = "`mixed_precision`", "optimizers in backward", "sparse gradients"
 DRIFT, DELAYED, FROZEN, COPY = "`check_every`", "delayed parameters", "frozen parameters", "copies"
+ERROR = "an error and `resynchronize()`"
 MANUAL = "`finalize_backward()`"
 FEATURES = {
     JOIN: {},
@@ -58,6 +60,7 @@ FEATURES = {
     FROZEN: {},
     MANUAL: {},
     COPY: {},
+    ERROR: {},
 }
 HOOK = "communication hooks"
 ALTERNATIVES = [{JOIN, JOIN_REST}, {BEFORE, AFTER}]
@@ -65,14 +68,15 @@ PAIRS = [pair for pair in combinations(FEATURES, 2) if set(pair) not in ALTERNAT
 
 # What PyTorch's class does not do on CPUs, whatever its hook: it needs an accelerator, lacks the feature, does not wait
 # for delayed parameters, fails (static graphs in no_sync), or waits forever.
-NOT_ON_PYTORCH = [{MIXED}, {OPTIMIZER}, {DRIFT}, {DELAYED}, {MANUAL}, {COPY}, {STATIC, NO_SYNC}, {UNUSED, SPARSE}]
-NOT_ON_PYTORCH += [{JOIN, EVALUATION}, {JOIN, AFTER}, {JOIN, SKIP}, {NO_SYNC, AFTER}, {EVALUATION, AFTER}]
-NOT_ON_PYTORCH += [{JOIN_REST}, {JOIN, UNUSED}, {JOIN, SPARSE}]
+NOT_ON_PYTORCH = [{MIXED}, {OPTIMIZER}, {DRIFT}, {DELAYED}, {MANUAL}, {COPY}, {ERROR}, {JOIN_REST}]
+NOT_ON_PYTORCH += [{JOIN, EVALUATION}, {JOIN, AFTER}, {JOIN, SKIP}, {JOIN, UNUSED}, {JOIN, SPARSE}]
+NOT_ON_PYTORCH += [{NO_SYNC, STATIC}, {NO_SYNC, AFTER}, {EVALUATION, AFTER}, {UNUSED, SPARSE}]
 # Class and way to register the hook.
 SETTINGS = {
     "none": ("gradwire", None),
     "hook": ("gradwire", "register_comm_hook"),
     "attach": ("gradwire", "attach"),
+    "pytorch-hook": ("pytorch", "register_comm_hook"),
     "pytorch-attach": ("pytorch", "attach"),
     "pytorch-run": ("pytorch", "run"),
 }
@@ -81,6 +85,7 @@ SHAPES = {"first": (6, 5), "second": (9, 4), "third": (40,), "fourth": (4, 3)}
 NAMES = (*SHAPES, "words.weight")
 LATE = ("first", "second", "fourth")  # the delayed parameters
 EPOCH = 20  # numbers of forwards from one epoch to the next
+FAILED = 19  # number of the forward of the step that fails
 
 
 class Net(nn.Module):
@@ -127,6 +132,9 @@ class Plan:
         self.epochs = [[self.per_step * n for n in each[:size]] for each in steps]
         for each in self.epochs:
             each[0] = max(0, each[0] - self.joins * (self.per_step - 1))
+        # The forward before which a step fails: the first one with all ranks in `join`, else that of the third step.
+        epoch = next(epoch for epoch, each in enumerate(self.epochs) if all(each))
+        self.fails_at = (EPOCH * epoch if self.joins else 2 * self.per_step) if ERROR in features else None
 
     def numbers(self, rank, epoch):
         """The numbers of a rank's forwards."""
@@ -180,6 +188,9 @@ class Buffers:
         self.plan, self.seen, self.is_due = plan, [torch.zeros(2)] * plan.size, True
 
     def step(self, number):
+        if number == self.plan.fails_at:
+            self.forward(FAILED)
+            self.seen, self.is_due = [self.seen[0]] * self.plan.size, True
         if EVALUATION in self.plan.features and not self.plan.joins:
             self.forward(number, is_training=False)
             self.is_due = False
@@ -187,7 +198,8 @@ class Buffers:
         self.is_due = self.plan.is_synchronized(number)
 
     def forward(self, number, is_training=True):
-        plan, live = self.plan, self.plan.live(number)
+        plan = self.plan
+        live = plan.live(number) if number != FAILED else list(range(plan.size))
         if self.is_due and AFTER not in plan.features:
             source = self.seen[max(live) if plan.joins else 0]
             self.seen = [sum(self.seen) if BEFORE in plan.features else source] * plan.size
@@ -205,8 +217,9 @@ class Buffers:
 class Run:
     """A plan on this rank."""
 
-    def __init__(self, plan, setting, stack):
+    def __init__(self, plan, setting, hook, stack):
         wrapper, self.way = SETTINGS[setting]
+        self.is_exact, self.keeps_errors = self.way is None, hook in FEEDBACK
         self.plan, self.rank, features = plan, dist.get_rank(), plan.features
         module = Net(features)
         options = {"bucket_cap_mb": CAP}
@@ -218,13 +231,16 @@ class Run:
         if OPTIMIZER in features:
             trained = [p for p in module.parameters() if p.requires_grad]
             _apply_optimizer_in_backward(torch.optim.SGD, trained, {"lr": 1.0})
-        made = stack.enter_context(compressed("int4")) if self.way == "run" else []
+        made = stack.enter_context(compressed(hook)) if self.way == "run" else []
         ddp, self.state = WRAPPERS[wrapper](module, **options), None
         if self.way == "run":
             self.state = made[0]._state
         elif self.way is not None:
-            self.state, hook = HOOKS["int4"](None)
-            (gradwire.attach if self.way == "attach" else register)(ddp, *self.pair_for(hook))
+            self.state, function = HOOKS[hook](None)
+            if self.way == "attach":
+                gradwire.attach(ddp, self.state, function)
+            else:
+                register(ddp, (self.state, function))
         if BEFORE in features:
             ddp._register_buffer_comm_hook(None, sum_now, LOCATIONS.PRE_FORWARD)
         if AFTER in features:
@@ -233,12 +249,9 @@ class Run:
             ddp.require_manual_backward_finalization = True
         if COPY in features:
             ddp = copy.deepcopy(ddp)
-            self.state = self.state and ddp.reducer.hook.state
+            self.state = ddp.reducer.hook.state
         self.ddp = ddp
         self.trained = {name: p for name, p in ddp.module.named_parameters() if p.requires_grad}
-
-    def pair_for(self, hook):
-        return (self.state, hook) if self.way == "attach" else ((self.state, hook),)
 
     def forward(self, number):
         inputs, words = inputs_of(self.rank, number)
@@ -250,6 +263,8 @@ class Run:
         for epoch in range(len(plan.epochs)):
             with self.ddp.join(divide_by_initial_world_size=JOIN in plan.features) if plan.joins else nullcontext():
                 for number in plan.numbers(self.rank, epoch):
+                    if number == plan.fails_at:
+                        self.fail()
                     if number % plan.per_step == 0:
                         self.ddp.zero_grad()
                     if EVALUATION in plan.features:
@@ -266,9 +281,20 @@ class Run:
                         seen[number] = self.reduced(before), self.ddp.module.seen.clone()
         return seen
 
+    def fail(self):
+        """A step that fails on the last rank; then all take the model of rank 0."""
+        self.ddp.zero_grad()
+        with failing_hook(self.ddp, 0 if self.rank == self.plan.size - 1 else None):
+            loss = self.forward(FAILED)
+            error = error_of(lambda: (loss.backward(), MANUAL in self.plan.features and self.ddp.finalize_backward()))
+        assert error is not None, "the step has not failed"
+        self.ddp.resynchronize(from_rank=0)
+
     def reduced(self, before):
         """The gradients of this step, which is applied."""
-        assert all(p.dtype == torch.float32 for p in self.ddp.module.parameters()), "parameters have low precision"
+        parameters = [*self.ddp.module.parameters()]
+        assert all(p.dtype == torch.float32 for p in parameters), "parameters have low precision"
+        assert all(p.grad is None for p in parameters if not p.requires_grad), "a frozen parameter has a gradient"
         if OPTIMIZER in self.plan.features:
             assert all(p.grad is None for p in self.trained.values()), "gradients are left"
             return {name: before[name] - p.detach() for name, p in self.trained.items()}
@@ -294,14 +320,15 @@ class Run:
         for number in (number for epoch in range(len(plan.epochs)) for number in self.all_numbers(epoch)):
             buffers.step(number)
             if number in seen or plan.is_synchronized(number):
-                n_comparable += len(plan.live(number)) == plan.size
+                is_first = number - plan.per_step + 1 == plan.fails_at
+                n_comparable = (0 if is_first else n_comparable) + (len(plan.live(number)) == plan.size)
                 results = {rank: each[number] for rank, each in enumerate(everyones) if number in each}
                 problems += self.problems_of_step(number, results, buffers, lost)
             if number == self.all_numbers(number // EPOCH)[-1]:
                 buffers.end_epoch(number // EPOCH)
         if DRIFT in plan.features and self.ddp.reducer.drift._n_backwards != n_comparable:
             problems.append(f"{self.ddp.reducer.drift._n_backwards} of {n_comparable} backwards count for check_every")
-        if self.state is not None and JOIN_REST not in plan.features:
+        if self.keeps_errors and not self.is_exact and not {JOIN_REST, ERROR}.intersection(plan.features):
             for name, error in errors_of(self.state.state_dict()).items():
                 lost[name] -= error
             problems += [f"lost of {name}: {each}" for name, each in lost.items() if each.abs().max() > 1e-3]
@@ -321,7 +348,7 @@ class Run:
                 mean[name] = torch.zeros_like(self.trained[name])
         first, _ = results[min(results)]
         for rank, (found, buffer) in results.items():
-            lines += differences(found, mean if self.state is None else first)
+            lines += differences(found, mean if self.is_exact else first)
             lines += differences(buffer, buffers.seen[rank])
         for name, each in mean.items():
             if each is not None:
@@ -331,14 +358,25 @@ class Run:
         return [f"step {number}: {line}" for line in lines]
 
 
-def train_with(features, setting):
+def train_with(features, setting, hook="int4"):
     """What is wrong with a training on this rank."""
     with ExitStack() as stack:
         if MIXED in features:
             stack.enter_context(no_streams())
         torch.manual_seed(0)
-        run = Run(Plan(features, dist.get_world_size()), setting, stack)
+        run = Run(Plan(features, dist.get_world_size()), setting, hook, stack)
         return run.problems(run.train())
+
+
+def all_problems(cases):
+    """What is wrong with each of the trainings, which are given as arguments of `train_with`."""
+    found = {}
+    for case in cases:
+        try:
+            found[case] = train_with(*case)
+        except Exception as error:
+            raise RuntimeError(f"{case}: {error}") from error
+    return found
 
 
 def outcomes(pairs, refused, setting):
@@ -352,6 +390,14 @@ def outcomes(pairs, refused, setting):
                 raise RuntimeError(f"{' and '.join(pair)}: {error}") from error
             found[pair] = f"{type(error).__name__}: {error}"
     return found
+
+
+def is_possible(features, setting, errors):
+    """Whether the features go together on this class; ``errors`` has the refused pairs."""
+    wrapper, way = SETTINGS[setting]
+    used = {*features} | ({HOOK} if way is not None else set())
+    excluded = [*ALTERNATIVES, *errors, *(NOT_ON_PYTORCH if wrapper == "pytorch" else ())]
+    return not any(together <= used for together in excluded)
 
 
 def refused_pairs():
@@ -398,3 +444,18 @@ def test_pair_of_features_trains_exactly_or_is_refused_on_every_rank(worlds, set
     for pair, error in zip(pairs, expected, strict=True):
         assert error in first[pair] if error else not first[pair], (pair, first[pair], error)
     assert all(other == first for other in others)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("seed", range(6))
+def test_any_features_train_exactly_together_under_any_hook(worlds, seed, size):
+    drawn, errors, cases = random.Random(1000 * seed + size), refused_pairs(), []
+    while len(cases) < 40:
+        setting = drawn.choice(["none", "hook", "hook", "attach", "pytorch-hook"])
+        hook = drawn.choice(sorted(HOOKS.keys() - {"fp16_of_pytorch"}))  # which leaves the group stuck after an error
+        features = tuple(drawn.sample([*FEATURES], drawn.randint(2, 6)))
+        if is_possible(features, setting, errors):
+            cases.append((features, setting, hook))
+    for found in worlds(size).run(all_problems, cases=cases):
+        assert not {case: lines for case, lines in found.items() if lines}

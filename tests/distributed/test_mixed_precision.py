@@ -17,7 +17,7 @@ from gradwire.hooks import default_hooks
 from tests.conformance.no_stream import NoStream
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
 from tests.support.ranks import from_all_ranks, on_ranks
-from tests.support.training import SMALL, WRAPPERS, error_of, gradients, own_batches
+from tests.support.training import SMALL, WRAPPERS, error_of, failing_hook, gradients, own_batches
 
 DDP = WRAPPERS["gradwire"]
 MixedPrecision = torch.nn.parallel.distributed._MixedPrecision
@@ -179,6 +179,22 @@ def test_law2_trained_parameters_have_the_same_bits_on_all_ranks(dtype):
             optimizer.step()
     assert_same_on_all_ranks(from_all_ranks(ddp.state_dict()))
     assert all(torch.isfinite(value).all() for value in ddp.state_dict().values())
+
+
+@on_ranks(2)
+def test_resynchronization_brings_full_precision_back():
+    with no_streams():
+        torch.manual_seed(0)
+        ddp, generator = wrap("gradwire", Net(), "bf16"), own_batches()
+        for fails in (False, True, False):
+            ddp.zero_grad()
+            with failing_hook(ddp, 0) if fails and dist.get_rank() == 0 else nullcontext():
+                loss = ddp(torch.randn(4, 5, generator=generator))
+                assert (error_of(loss.backward) is not None) == fails
+            if fails:
+                ddp.resynchronize(from_rank=0)
+            assert {p.dtype for p in ddp.module.parameters()} == {torch.float32}
+    assert_same_on_all_ranks(from_all_ranks(gradients(ddp)))
 
 
 HOOK, BUILTIN = default_hooks.fp16_compress_hook, dist.BuiltinCommHookType.ALLREDUCE

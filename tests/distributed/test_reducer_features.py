@@ -57,6 +57,63 @@ def test_law4_delayed_parameters_match_pytorch(hook, view, clear):
     assert_same_on_all_ranks(from_all_ranks(ours))
 
 
+class Parted(nn.Module):
+    """Parameters of the module itself, and of a layer."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        self.own = nn.Parameter(torch.ones(3, dtype=dtype))
+        self.other = nn.Parameter(torch.ones(4))
+        self.layer = nn.Linear(3, 1, bias=False)
+
+    def forward(self, x):
+        return (self.own * x).sum() + self.other.sum() * x.sum() + self.layer(x).sum()
+
+
+def wrap_delaying(module, *names):
+    delayed = [(name, module.get_parameter(name)) for name in names]
+    return wrap("gradwire", module, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=module.own)
+
+
+@on_ranks(2)
+def test_delayed_gradient_that_was_cleared_after_the_forward_is_averaged():
+    ddp = wrap_delaying(Parted(), "layer.weight")
+    loss = ddp(torch.full((3,), 2.0 * dist.get_rank()))
+    ddp.zero_grad()
+    loss.backward()
+    assert_same_bits(ddp.module.layer.weight.grad, torch.ones(1, 3))
+
+
+@pytest.mark.parametrize("how", ["delayed", "ignored"])
+@on_ranks(2)
+def test_left_out_parameter_of_the_module_itself_is_in_no_bucket(how):
+    module = Parted()
+    if how == "delayed":
+        ddp = wrap_delaying(module, "own")
+    else:
+        torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["own"])
+        ddp = wrap("gradwire", module)
+    assert sorted(name for bucket in ddp.reducer.buckets for name in bucket.parameter_names()) == [
+        "layer.weight",
+        "other",
+    ]
+    ddp(torch.full((3,), 2.0 * dist.get_rank())).backward()
+    assert_same_bits(module.own.grad, torch.full((3,), 1.0 if how == "delayed" else 2.0 * dist.get_rank()))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "names", "text"),
+    [
+        (torch.bfloat16, ["own"], "names own, which is torch.bfloat16 on cpu"),
+        (torch.float32, ["own", "other", "layer.weight"], "names all parameters that are trained"),
+    ],
+    ids=["dtype", "all"],
+)
+@on_ranks(2)
+def test_parameters_that_cannot_be_delayed_raise_at_construction(dtype, names, text):
+    assert text in message_of(wrap_delaying, Parted(dtype), *names)
+
+
 def large_gradients(wrapper, view, clear, accumulate, dtype):
     """Gradients of layers of more than 1 MiB and of small ones, one of them non-contiguous."""
     torch.manual_seed(0)
