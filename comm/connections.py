@@ -289,12 +289,9 @@ class Connections:
         self._executors, self._transports = {}, {}
 
     def forget(self) -> None:
-        """Delete the keys: the process group was destroyed. Its last rank deletes the notice, which others may read."""
-        own, shared = (
-            [*self._keys, self._node_keys[self.group.rank()]],
-            [*self._counters, f"{self.generation}/{NOTICE}"],
-        )
-        n_ranks = self.group.size()
+        """Delete the keys: the process group was destroyed. Its last rank deletes those that others may still read."""
+        own, n_ranks = [*self._keys], self.group.size()
+        shared = [*self._counters, *self._node_keys, f"{self.generation}/{NOTICE}"]
 
         def delete(store: Store) -> None:
             delete_keys(store, own)
