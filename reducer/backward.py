@@ -75,14 +75,14 @@ class Exchange:
     def restart(self) -> None:
         """Reset the counts of forwards and backwards, on which all ranks have agreed."""
         self._n_forwards = self._n_backwards = 0  # synchronized ones
-        self._n_before = 0  # forwards before that of the first backward
+        self._n_before = 0  # synchronized forwards before the first backward's own
         self._awaited = 0  # the number of the latest backward in which this rank has waited for others
 
     @property
     def n_passes(self) -> int:
         """Number of synchronized forwards, which must be equal on all ranks in every backward.
 
-        The first one that counts is that of the first backward: one rank alone may look at its model before.
+        Counting starts at the forward of the first backward: before it, one rank alone may inspect its model.
         """
         return self._n_forwards - self._n_before
 
@@ -127,8 +127,7 @@ class Exchange:
         self.connections.announce(self.number, "again", json.dumps([dist.get_rank(self.process_group), *here]))
         purpose = "A further backward pass of a synchronized forward pass"
         forwards, backwards = zip(*gather_json(self.process_group, purpose, here, self.check_in_step), strict=True)
-        problem = out_of_step(forwards, backwards)
-        if problem is not None:
+        if (problem := out_of_step(forwards, backwards)) is not None:
             raise RuntimeError(problem)
 
     def note_use(self, settings: object, group: dist.ProcessGroup) -> None:

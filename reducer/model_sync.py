@@ -163,7 +163,7 @@ def resynchronize(
 
 
 def _group_facts(reducer: DDPReducer, group: dist.ProcessGroup) -> dict[str, Any]:
-    """What `resynchronize` compares of a process group."""
+    """Facts about a process group that `resynchronize` compares between ranks."""
     exchange, connections = reducer.exchange, existing_connections(group)
     return {
         "is used": group is exchange.process_group or group in exchange.hook_groups,
