@@ -8,27 +8,30 @@ from __future__ import annotations
 import atexit
 import json
 import logging
+import os
 import queue
+import socket
 import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from operator import methodcaller
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from gradwire.comm.torch_internals import PrefixStore, Store, can_delete_keys, device_timeouts, store_of_group
+from gradwire.comm.torch_internals import PrefixStore, Store, can_delete_keys, device_timeouts, port_of, store_of_group
 
 DEFAULT_TIMEOUT = timedelta(minutes=2)
 POLL_SECONDS = 0.5  # interval between two calls of the `check` that may end a wait
 ANSWER_SECONDS = 5.0  # how long a rank waits for the answer to a short request, also on a busy machine
 EXIT_SECONDS = 10.0  # longest delay of the exit; by then rank 0 has usually exited, and closed the connection
 KEYS_AT_ONCE = 16  # of one request: a poll stays small with thousands of ranks
-THREAD_NAME = "gradwire store"
+SHUTDOWN_SECONDS = 1.0  # longest wait for a request whose connection is shut down
 WARN_AFTER = timedelta(seconds=20)  # a rank that has waited this long logs which ranks are missing
 MAX_SHOWN = 12  # largest number of differences between ranks that an error lists
 
@@ -46,6 +49,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 # Calls of `store_all_gather` by purpose, for each process group's store. PyTorch drops the store with the group.
 _calls: weakref.WeakKeyDictionary[Store, Counter[str]] = weakref.WeakKeyDictionary()
+# The store that each thread asks.
+_requests: weakref.WeakKeyDictionary[threading.Thread, Store] = weakref.WeakKeyDictionary()
 
 
 class RanksMissing(RuntimeError):
@@ -193,7 +198,9 @@ class Notices:
             answers.put(answer)
 
         try:
-            threading.Thread(target=make, name=THREAD_NAME, daemon=True).start()
+            thread = threading.Thread(target=make, name="gradwire store", daemon=True)
+            _requests[thread] = self._store
+            thread.start()
         except RuntimeError:  # the interpreter is ending
             if not self._turn.locked():
                 make()
@@ -209,11 +216,28 @@ class Notices:
 
 @atexit.register
 def _finish_requests() -> None:
-    """Join threads with a request in flight: one that returns from C++ during finalization aborts the process."""
+    """End all requests: a thread that returns from C++ while the interpreter is finalized aborts the process.
+
+    Those without an answer after `EXIT_SECONDS` end when their connection is shut down, where there is /proc.
+    """
+    in_flight = {thread: _requests[thread] for thread in threading.enumerate() if thread in _requests}
     deadline = time.monotonic() + EXIT_SECONDS
-    for thread in threading.enumerate():
-        if thread.name == THREAD_NAME:
-            thread.join(max(0.0, deadline - time.monotonic()))
+    for thread in in_flight:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    ports = {port_of(store) for thread, store in in_flight.items() if thread.is_alive()}
+    if ports:
+        _shut_down_connections_to(ports)
+        for thread in in_flight:
+            thread.join(SHUTDOWN_SECONDS)
+
+
+def _shut_down_connections_to(ports: Container[int | None]) -> None:
+    with suppress(FileNotFoundError):
+        for descriptor in Path("/proc/self/fd").iterdir():
+            with suppress(OSError), socket.socket(fileno=os.dup(int(descriptor.name))) as connection:
+                is_tcp = connection.family in (socket.AF_INET, socket.AF_INET6)
+                if is_tcp and connection.getpeername()[1] in ports:
+                    connection.shutdown(socket.SHUT_RDWR)
 
 
 def get_all(

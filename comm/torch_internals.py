@@ -94,8 +94,17 @@ def store_of_group(group: dist.ProcessGroup) -> Store:
 
 def can_delete_keys(store: Store) -> bool:
     """Whether keys can be deleted from the store, or the one under its prefixes: PyTorch's can, others may raise."""
-    innermost = store._underlying_non_prefix_store if isinstance(store, PrefixStore) else store  # type: ignore[attr-defined]
-    return isinstance(innermost, (bindings.TCPStore, bindings.FileStore, bindings.HashStore))
+    return isinstance(_innermost(store), (bindings.TCPStore, bindings.FileStore, bindings.HashStore))
+
+
+def port_of(store: Store) -> int | None:
+    """The port on which rank 0 serves the store, or the one under its prefixes; None if it is no `TCPStore`."""
+    innermost = _innermost(store)
+    return innermost.port if isinstance(innermost, bindings.TCPStore) else None
+
+
+def _innermost(store: Store) -> Store:
+    return store._underlying_non_prefix_store if isinstance(store, PrefixStore) else store  # type: ignore[attr-defined, no-any-return]
 
 
 def gloo_keys(rank: int) -> list[str]:

@@ -239,6 +239,11 @@ def serve(connection: Connection, log: str, rank: int, size: int, rendezvous: st
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size, timeout=timedelta(seconds=LAST_RESORT)
     )
+    answer_calls(connection)
+
+
+def answer_calls(connection: Connection) -> None:
+    """Say that this rank is ready, then make calls until the other side closes the connection."""
     connection.send_bytes(pickle.dumps(("result", None)))
     while True:
         try:

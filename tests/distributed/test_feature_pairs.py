@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from numpy import ndarray
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.utils._pytree import tree_map_only
 
@@ -25,6 +25,7 @@ from gradwire.cli.run import compressed
 from tests.distributed.test_mixed_precision import MixedPrecision, no_streams
 from tests.support.bits import differences
 from tests.support.features import CAP
+from tests.support.gpu_worker import SHARED_GPU
 from tests.support.ranks import from_all_ranks
 from tests.support.states import FEEDBACK, errors_of
 from tests.support.training import HOOKS, WRAPPERS, error_of, failing_hook, register
@@ -65,6 +66,8 @@ FEATURES = {
 HOOK = "communication hooks"
 ALTERNATIVES = [{JOIN, JOIN_REST}, {BEFORE, AFTER}]
 PAIRS = [pair for pair in combinations(FEATURES, 2) if set(pair) not in ALTERNATIVES]
+if SHARED_GPU:  # NCCL does not sum sparse tensors
+    PAIRS = [pair for pair in PAIRS if SPARSE not in pair]
 
 # What PyTorch's class does not do on CPUs, whatever its hook: it needs an accelerator, lacks the feature, does not wait
 # for delayed parameters, fails (static graphs in no_sync), or waits forever.
@@ -282,9 +285,10 @@ class Run:
         return seen
 
     def fail(self):
-        """A step that fails on the last rank; then all take the model of rank 0."""
+        """A step that fails on the last rank, over NCCL on all; then all take the model of rank 0."""
         self.ddp.zero_grad()
-        with failing_hook(self.ddp, 0 if self.rank == self.plan.size - 1 else None):
+        fails = self.rank == self.plan.size - 1 or dist.get_backend() != "gloo"
+        with failing_hook(self.ddp, 0 if fails else None):
             loss = self.forward(FAILED)
             error = error_of(lambda: (loss.backward(), MANUAL in self.plan.features and self.ddp.finalize_backward()))
         assert error is not None, "the step has not failed"
@@ -312,8 +316,8 @@ class Run:
         if not plan.joins:
             del state["seen"]
         # Arrays: tensors take long to pickle.
-        gathered = from_all_ranks(tree_map_only(torch.Tensor, Tensor.numpy, (seen, state)))
-        gathered = tree_map_only(ndarray, torch.from_numpy, gathered)
+        gathered = from_all_ranks(tree_map_only(torch.Tensor, lambda tensor: tensor.numpy(force=True), (seen, state)))
+        gathered = tree_map_only(ndarray, torch.as_tensor, gathered)
         everyones, (model, *_) = zip(*gathered, strict=True)
         problems += [f"models differ at the end: {line}" for line in differences(state, model)]
         lost, n_comparable = {name: torch.zeros_like(p) for name, p in self.trained.items()}, 0
@@ -361,7 +365,7 @@ class Run:
 def train_with(features, setting, hook="int4"):
     """What is wrong with a training on this rank."""
     with ExitStack() as stack:
-        if MIXED in features:
+        if MIXED in features and not torch.accelerator.is_available():
             stack.enter_context(no_streams())
         torch.manual_seed(0)
         run = Run(Plan(features, dist.get_world_size()), setting, hook, stack)
@@ -386,7 +390,7 @@ def outcomes(pairs, refused, setting):
         try:
             found[pair] = train_with(pair, setting)
         except Exception as error:
-            if not is_refused:
+            if not is_refused and not SHARED_GPU:
                 raise RuntimeError(f"{' and '.join(pair)}: {error}") from error
             found[pair] = f"{type(error).__name__}: {error}"
     return found

@@ -14,12 +14,17 @@ from pathlib import Path
 
 from gradwire.testing import _world
 from gradwire.testing._world import CASE_LIMIT, ENVIRONMENT, EXITED, START_LIMIT, CaseFailed
-from tests.support import worker
+from tests.support import gpu_worker, worker
+from tests.support.gpu_worker import SHARED_GPU
 
 __all__ = ["ENVIRONMENT", "CaseFailed", "Outcome", "World", "reserved_port"]
 
 # The fork server imports the last by its bare name; ranks find this repository's `tests` by what it has done.
 _world.PRELOAD += ["pytest", "fork_server"]
+if SHARED_GPU:  # see `tests.support.gpu_worker`
+    _world.serve = gpu_worker.serve
+    del ENVIRONMENT["GRADWIRE_KERNELS"]
+    CASE_LIMIT = gpu_worker.TIMEOUT
 ENVIRONMENT["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
