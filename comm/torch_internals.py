@@ -104,7 +104,7 @@ def port_of(store: Store) -> int | None:
 
 
 def _innermost(store: Store) -> Store:
-    return store._underlying_non_prefix_store if isinstance(store, PrefixStore) else store  # type: ignore[attr-defined, no-any-return]
+    return store._underlying_non_prefix_store if isinstance(store, PrefixStore) else store  # type: ignore[attr-defined]
 
 
 def gloo_keys(rank: int) -> list[str]:

@@ -198,8 +198,10 @@ def _compress_wrapper(hook: CommHook, dtype: torch.dtype, name: str) -> CommHook
             value = future.value()
             reduced = value if isinstance(value, torch.Tensor) else value[0]
             work.target.unflatten(reduced)
-            if wire.device.type == "cuda":  # this stream already waits for all streams that use it
-                wire.record_stream(torch.cuda.current_stream(wire.device))
+            if wire.device.type == "cuda":  # this stream waits for the others; they must not reuse what it reads
+                stream = torch.cuda.current_stream(wire.device)
+                wire.record_stream(stream)
+                work.target.table.record_stream(stream)
             return work.result
 
         return hook(hook_state, bucket).then(decompress)

@@ -320,6 +320,12 @@ class SegmentTable:
             return self._packed.tensor
         return self.for_results.packed(tensors)
 
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Keep the memory of the packed tables, if they are freed, until the work now on ``stream`` has read them."""
+        for table in (self, self.for_results):
+            if table._packed is not None:
+                table._packed.tensor.record_stream(stream)
+
     def views(self, wire: Tensor) -> list[Tensor]:
         """Views of ``wire`` in the layouts of the tensors, complex ones as in `as_real`. The last result is cached."""
         if self._views is None or self._views[:2] != (wire.data_ptr(), wire.dtype):

@@ -76,7 +76,7 @@ class AdaptedDDP(nn.parallel.DistributedDataParallel):
             self._log_and_throw(ValueError, "SyncBatchNorm layers only work with GPU modules")
 
     def _register_delay_all_reduce_hook(
-        self, bucket_cap_mb: int, param_to_hook_all_reduce: Tensor, device_ids: list[int | torch.device] | None
+        self, bucket_cap_mb: float, param_to_hook_all_reduce: Tensor, device_ids: list[int | torch.device] | None
     ) -> None:
         """Compare the models before PyTorch's class broadcasts the delayed parameters. Frozen ones are not delayed."""
         names = {p: name for name, p in self.module.named_parameters()}
@@ -86,7 +86,9 @@ class AdaptedDDP(nn.parallel.DistributedDataParallel):
         parameters, _ = self._build_params_for_reducer()
         if self._syncs_at_init:
             _verify_model(self, parameters, param_to_hook_all_reduce)
-        super()._register_delay_all_reduce_hook(bucket_cap_mb, param_to_hook_all_reduce, device_ids)  # type: ignore[no-untyped-call]
+        # PyTorch's class takes this size for one in bytes, and no ``device_ids`` for the CPU.
+        nbytes, devices = int(bucket_cap_mb * 2**20), device_ids or [parameters[0].device]
+        super()._register_delay_all_reduce_hook(nbytes, param_to_hook_all_reduce, devices)  # type: ignore[no-untyped-call]
         buffer = self._delay_grad_buffer
         for p in self._delay_all_reduce_params:
             if (p.dtype, p.device) != (buffer.dtype, buffer.device):

@@ -338,10 +338,22 @@ def powersgd_launches_a_dozen_kernels_for_each_bucket(device: torch.device) -> N
 
 
 def wrapped_hooks_of_pytorch_run(device: torch.device) -> None:
-    """Our wrapper around PyTorch's hook gives the gradients of PyTorch's wrapper."""
-    _, theirs = train(TorchDDP, device, (None, torch_hooks.fp16_compress_wrapper(torch_hooks.allreduce_hook)))
-    _, ours = train(OurDDP, device, (None, default_hooks.fp16_compress_wrapper(torch_hooks.allreduce_hook)))
-    assert_same(ours, theirs, "both DDPs")
+    """Our wrapper around PyTorch's hook gives the gradients of PyTorch's wrapper, also if results arrive late."""
+    _, exact = train(TorchDDP, device, (None, torch_hooks.fp16_compress_wrapper(torch_hooks.allreduce_hook)))
+    for hook in (torch_hooks.allreduce_hook, _late_all_reduce):
+        for wrapper in (OurDDP, TorchDDP):
+            _, ours = train(wrapper, device, (None, default_hooks.fp16_compress_wrapper(hook)))
+            assert_same(ours, exact, f"{wrapper.__name__}, {hook.__name__}")
+
+
+def _late_all_reduce(group: Any, bucket: Any) -> torch.futures.Future[Tensor]:
+    """PyTorch's hook, whose results arrive after the device has begun to work on the next buckets."""
+
+    def late(future: torch.futures.Future[Tensor]) -> Tensor:
+        torch.cuda._sleep(10_000_000)
+        return future.value()
+
+    return torch_hooks.allreduce_hook(group, bucket).then(late)
 
 
 def auto_hook_chooses_the_same_plan_on_every_rank(device: torch.device) -> None:

@@ -334,7 +334,7 @@ class Run:
             problems.append(f"{self.ddp.reducer.drift._n_backwards} of {n_comparable} backwards count for check_every")
         if self.keeps_errors and not self.is_exact and not {JOIN_REST, ERROR}.intersection(plan.features):
             for name, error in errors_of(self.state.state_dict()).items():
-                lost[name] -= error
+                lost[name] -= error.to(lost[name].device)
             problems += [f"lost of {name}: {each}" for name, each in lost.items() if each.abs().max() > 1e-3]
         return problems
 

@@ -144,6 +144,10 @@ sys.last_of_all = Last()
 def test_request_without_an_answer_does_not_abort_the_exit():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     ended = subprocess.run(
-        [sys.executable, "-c", UNANSWERED], env=environment | ENVIRONMENT, stderr=subprocess.PIPE, text=True, timeout=240
+        [sys.executable, "-c", UNANSWERED],
+        env=environment | ENVIRONMENT,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=240,
     )
     assert ended.returncode == 0, ended.stderr
