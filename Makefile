@@ -9,7 +9,7 @@ export PYTHONSAFEPATH := 1
 # which make would start a shell, and a shell does not pass on SIGTERM.
 TOOL := env PYTHONSAFEPATH= $(BIN)/python -m tools
 
-.PHONY: install check format docs test test-slow random mutants faults soak test-integrations test-triton36 test-matrix conformance demo bench-kernels bench-rounding bench-telemetry bench-reducer bench-hooks bench-network bench-nodes bench-advise bench-auto bench-converge bench compiled pages gpu gpu-rehearsal wheel clean
+.PHONY: install check format docs test test-slow random mutants faults soak test-integrations test-triton36 test-matrix conformance demo bench-kernels bench-rounding bench-telemetry bench-reducer bench-hooks bench-network bench-nodes bench-advise bench-converge bench compiled pages gpu gpu-rehearsal wheel clean
 
 install: .venv/.installed
 
@@ -139,10 +139,6 @@ bench-nodes: install
 bench-advise: install
 	$(TOOL).validate advise
 
-# The choice of auto_hook against its candidates: needs root.
-bench-auto: install
-	$(TOOL).validate auto
-
 # Time to a target loss between two network namespaces: needs root.
 bench-converge: install
 	$(BIN)/gradwire bench converge
@@ -160,7 +156,6 @@ bench: install
 	$(BIN)/gradwire bench network --output bench/results/network.jsonl
 	$(BIN)/gradwire bench nodes --output bench/results/nodes.jsonl
 	$(TOOL).validate advise --output bench/results/advise.jsonl
-	$(TOOL).validate auto --output bench/results/auto.jsonl
 	$(BIN)/gradwire bench converge --task digits --output bench/results/converge_digits.jsonl
 	$(BIN)/gradwire bench converge --task text --output bench/results/converge_text.jsonl
 	$(TOOL).pages

@@ -30,15 +30,17 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from gradwire.bench.record import format_bytes
 from gradwire.cli import missing_packages
-from gradwire.cli.run_advise import AdviceGiven, advised, fail, is_left_alone
-from gradwire.hooks._bucket import GradBucket
-from gradwire.hooks.auto_hook import FIRST_STEPS, AutoState, auto_hook
+from gradwire.cli.run_advise import AdviceGiven, advised, fail, is_left_alone, measured_script, reduce
+from gradwire.hooks._bucket import CommHook, GradBucket
 from gradwire.hooks.default_hooks import CastState
 from gradwire.hooks.hook_state import HookState
 from gradwire.hooks.telemetry import Observed
 from gradwire.kernels import WIRE_FORMATS
 from gradwire.planner.hook_registry import HOOKS, Registration
-from gradwire.planner.script_probe import STEPS
+from gradwire.planner.jobs import JobError
+from gradwire.planner.probe import PLAIN
+from gradwire.planner.recommend import advise
+from gradwire.planner.script_probe import STEPS, ScriptProbe
 from gradwire.sharded import ReduceScatterOptions, attach
 from gradwire.sharded.attachment import is_attached
 from gradwire.sharded.torch_internals import on_root_init, parameter_groups, replica_group
@@ -71,7 +73,7 @@ class Compression:
         model: the model as the script made it.
         hook: one of `CHOICES`.
         group: the ranks that average its gradients.
-        start: the first step to compress; with "auto", the first step of its measurements.
+        start: the first step to compress; "auto" first measures `STEPS` steps.
     """
 
     def __init__(self, model: nn.Module, hook: str, group: dist.ProcessGroup | None, start: int) -> None:
@@ -80,7 +82,7 @@ class Compression:
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.n_steps = 0
         self.is_scripts = False  # the script compresses the gradients itself
-        self.summary = ""  # what `auto_hook` has chosen
+        self.summary = ""  # what "auto" has chosen, and why
         self.place = ""  # what `attach` has compressed
         self.comparison_end = 0  # the step after the comparison of `--measure`
         self.has_metrics = True  # whether compressed steps are measured
@@ -88,19 +90,19 @@ class Compression:
         self.metrics: dict[str, list[float]] = {}  # values in the measured steps, by name
         self.stretches: list[tuple[bool, float]] = []  # whether compressed, seconds per step
         self.step_seconds: list[float] = []  # of compressed steps outside of stretches
-        self._state, self._hook = _registration(hook, group, start)
-        self.first_compressed = start  # the first compressed step
-        if isinstance(self._state, AutoState):
-            self.first_compressed += FIRST_STEPS + (1 + self._state.repeats) * len(self._state.candidates)
+        self._probe: ScriptProbe | None = None  # measures the first steps of "auto"
+        self._state: Any = None
+        self._hook: CommHook = torch_hooks.allreduce_hook
+        if hook != AUTO:
+            self._state, self._hook = _registration(hook, group, start)
+        self.first_compressed = start if hook != AUTO else max(start, STEPS + 2)  # the first compressed step
         self._began: float | None = None  # the time of the previous step, or of the second one of this stretch
 
     def release(self) -> None:
         """Drop the state of the hook, and read its last measurements: the model is gone, or has another hook."""
-        if isinstance(self._state, AutoState):
-            self.summary = self._state.summary()
         if self._state is not None:
             self._state.stop_observing()
-        self._state = None
+        self._state = self._probe = None
 
     def _report(self, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
@@ -122,7 +124,8 @@ class DDPCompression(Compression):
         self._group = ddp.process_group
         if isinstance(self._state, HookState):
             self._state.bind(ddp)
-        self._held = start if hook == AUTO else 0  # steps before the hook is called
+        if hook == AUTO:
+            self._probe = ScriptProbe(ddp, self._choose, averages=True)
         self._first = self.first_compressed + WARM_UP
         self._end = self._first + measure // STRETCH * STRETCH
         self.comparison_end = self._end + 1 if measure else 0
@@ -130,6 +133,8 @@ class DDPCompression(Compression):
     def register(self, state: object, hook: Callable[..., Any]) -> None:
         """Leave the gradients to the hook that the script registers."""
         self.scripts, self.is_scripts = (state, hook), True
+        if self._probe is not None:
+            self._probe.remove()
         self.release()
 
     def reduce(self, bucket: GradBucket) -> Future[torch.Tensor]:
@@ -139,17 +144,43 @@ class DDPCompression(Compression):
             return cast("Future[torch.Tensor]", hook(state, bucket))
         if bucket.index() == 0:
             self._begin_step(bucket.buffer().device)
-        if self._is_plain(self.n_steps - 1):
+        if self._probe is not None:
+            return self._probe.reduce(bucket)
+        if self._state is None or self._is_plain(self.n_steps - 1):
             return torch_hooks.allreduce_hook(self._group, bucket)
         return self._hook(self._state, bucket)
 
+    def _choose(self, probe: ScriptProbe) -> None:
+        """Take the hook that `gradwire advise` would recommend for this model. A collective call."""
+        self._probe = None
+        parameters = [each for spec in probe.specs for each in spec.parameters]
+        gradients = [parameter.grad for parameter in parameters]
+        devices = [probe.device] if probe.device.type == "cuda" else []
+        try:
+            if self.world_size < dist.get_world_size():
+                raise JobError(f"the model has {self.world_size} of {dist.get_world_size()} ranks")
+            with torch.random.fork_rng(devices):
+                advice = advise(measured_script(probe))
+            chosen, self.summary = advice.recommended, f"auto: {advice.headline}: {advice.reason}"
+        except JobError as error:
+            chosen, self.summary = PLAIN, f"auto: gradients are sent in full: {error}"
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        if chosen != PLAIN:
+            self.hook_name = chosen
+            self._state, self._hook = _registration(chosen, self._group, max(2, self.first_compressed - self.n_steps))
+        if self.rank == 0:
+            print(f"gradwire run: {self.model_name}: {self.summary}", file=sys.stderr, flush=True)
+
     def _is_plain(self, step: int) -> bool:
         """Whether a step sends its gradients in full: stretches in the order A B B A, so that a drift cancels out."""
-        return step < self._held or (self._first <= step < self._end and (step - self._first) // STRETCH % 4 in (0, 3))
+        return self._first <= step < self._end and (step - self._first) // STRETCH % 4 in (0, 3)
 
     def _begin_step(self, device: torch.device) -> None:
         step, now = self.n_steps, time.perf_counter()
         self.n_steps += 1
+        if self._probe is not None or self._state is None:
+            return
         is_compared = self._first < self._end
         if step == self.first_compressed or (is_compared and step == self._end):
             self._state.observe(every=OBSERVED_STEPS, report=self._report)
@@ -173,10 +204,15 @@ class ShardedCompression(Compression):
     """The attachment of one model of FSDP2, HSDP or `replicate`. Args: as in `Compression`.
 
     Raises:
-        ValueError: the hook has no wire format for FSDP2's reduce-scatter, and the model no replicas.
+        ValueError: the hook is "auto"; or it has no wire format for FSDP2's reduce-scatter, and the model no replicas.
     """
 
     def __init__(self, model: nn.Module, hook: str, start: int) -> None:
+        if hook == AUTO:
+            raise ValueError(
+                "--hook auto measures models of DistributedDataParallel, and this one is of fully_shard or replicate. "
+                "Name a hook; gradwire advise compares them for HSDP's replicas."
+            )
         super().__init__(model, hook, None, start)
         self.is_scripts = is_attached(model)
         if self.is_scripts:
@@ -214,16 +250,10 @@ def _within(hook: str) -> ReduceScatterOptions:
 
 def _registration(hook: str, group: dist.ProcessGroup | None, start: int) -> Registration:
     """State and hook for a process group; the state can be observed."""
-    if hook == AUTO:
-        return AutoState(group), auto_hook
     registration = HOOKS[hook].make(group, start)
     assert registration is not None
     state, function = registration
     return state if isinstance(state, Observed) else CastState(group), function
-
-
-def _reduce(compression: DDPCompression, bucket: GradBucket) -> Future[torch.Tensor]:
-    return compression.reduce(bucket)
 
 
 @contextmanager
@@ -244,7 +274,7 @@ def compressed(hook: str, start: int = 2, measure: int = 0) -> Iterator[list[Com
         if is_left_alone(self):
             return
         compression = of[self] = DDPCompression(self, hook, start, measure)
-        register(self, compression, _reduce)
+        register(self, compression, reduce)
         self._comm_hooks.clear()  # for the Python reducer only; copies and pickles of the model would hold the state
         weakref.finalize(self, compression.release)
         made.append(compression)
@@ -315,6 +345,9 @@ def _lines(compression: Compression) -> Iterator[str]:
         return
     if steps == 0:
         yield "  the script has trained no step"
+        return
+    if hook == AUTO and compression.summary:
+        yield f"  {compression.summary}"
         return
     if steps <= compression.first_compressed:
         yield f"  nothing was compressed: that begins after {compression.first_compressed} steps"

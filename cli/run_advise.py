@@ -9,12 +9,15 @@ from functools import partial, wraps
 from typing import Any, NoReturn
 from unittest import mock
 
+import torch
 import torch.distributed as dist
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from gradwire.hooks._bucket import GradBucket
 from gradwire.planner.hook_registry import HOOKS
 from gradwire.planner.jobs import JobError
-from gradwire.planner.probe import measure_exchange, on_all_ranks, overlap_with_backward
+from gradwire.planner.probe import Measurement, measure_exchange, on_all_ranks, overlap_with_backward
 from gradwire.planner.recommend import advise
 from gradwire.planner.script_probe import ScriptProbe
 from gradwire.reducer import DistributedDataParallel as OurDDP
@@ -38,7 +41,8 @@ def advised() -> Iterator[None]:
     def __init__(self: TorchDDP, *args: Any, **kwargs: Any) -> None:
         native(self, *args, **kwargs)
         if not probes and not is_left_alone(self) and self.process_group.size() == dist.get_world_size():
-            probes.append(ScriptProbe(self, _advise_script))
+            probes.append(ScriptProbe(self, _advise_script, averages=False))
+            TorchDDP.register_comm_hook(self, probes[0], reduce)
             self._comm_hooks.clear()  # a hook of the script is ignored
             self.register_comm_hook = self._register_builtin_comm_hook = _ignore  # type: ignore
 
@@ -50,8 +54,27 @@ def _ignore(*_: object, **__: object) -> None:
     pass
 
 
+def reduce(owner: Any, bucket: GradBucket) -> Future[torch.Tensor]:
+    """The hook of a model that ``owner`` measures."""
+    future: Future[torch.Tensor] = owner.reduce(bucket)
+    return future
+
+
 class AdviceGiven(SystemExit):
     """Ends the script after the measurement."""
+
+
+def measured_script(probe: ScriptProbe) -> Measurement:
+    """Measure every hook for the model of a script. A collective call.
+
+    Raises:
+        JobError: there is one rank, or the model cannot be measured.
+    """
+    if dist.get_world_size() == 1:
+        raise JobError("The world size is 1, so there is nothing to exchange. Start more ranks.")
+    model, buckets = on_all_ranks(partial(probe.model, overlap_with_backward(probe.device)))
+    names = [name for name in HOOKS if name != "noop"]
+    return measure_exchange(model, buckets, names, probe.device)
 
 
 def _advise_script(probe: ScriptProbe) -> NoReturn:
@@ -59,11 +82,7 @@ def _advise_script(probe: ScriptProbe) -> NoReturn:
 
     began = time.monotonic()
     try:
-        if dist.get_world_size() == 1:
-            raise JobError("The world size is 1, so there is nothing to exchange. Start more ranks.")
-        model, buckets = on_all_ranks(partial(probe.model, overlap_with_backward(probe.device)))
-        names = [name for name in HOOKS if name != "noop"]
-        measured = measure_exchange(model, buckets, names, probe.device)
+        measured = measured_script(probe)
     except JobError as error:
         fail(str(error))
     if dist.get_rank() == 0:

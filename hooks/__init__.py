@@ -4,7 +4,6 @@ Register a hook with ``model.register_comm_hook(state, hook)``, on PyTorch's DDP
 """
 
 from gradwire.hooks import (
-    auto_hook,
     debugging_hooks,
     default_hooks,
     hook_state,
@@ -15,7 +14,6 @@ from gradwire.hooks import (
 )
 
 __all__ = [
-    "auto_hook",
     "debugging_hooks",
     "default_hooks",
     "hook_state",

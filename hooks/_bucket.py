@@ -23,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from gradwire.comm import Algorithm, Transport, Workspace, connections_of
 from gradwire.compress import Gradients, sparse_all_reduce
-from gradwire.hooks.telemetry import Stopwatch
+from gradwire.hooks.telemetry import Telemetry
 from gradwire.kernels import SegmentTable, as_real, gradient_layout, is_capturing, layout_in_dtype
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def reduce_bucket(
     *,
     layout: SegmentTable | None = None,
     divisor: int | None = None,
-    recorder: Stopwatch | None = None,
+    telemetry: Telemetry | None = None,
 ) -> Future[torch.Tensor]:
     """Run ``algorithm(source, target, transport, workspace)`` on a bucket, in bucket order; the future has its result.
 
@@ -151,7 +151,7 @@ def reduce_bucket(
         algorithm: an ``async`` function that awaits its collectives.
         name: name of the hook, for profiler ranges.
         layout: layout of the gradients, which `Gradients.each` needs on PyTorch's DDP.
-        recorder: measurements of the hook's state.
+        telemetry: that of the hook's state.
     """
     device, index, is_last = bucket_device(bucket), bucket.index(), bucket.is_last()
     executor = connections_of(process_group).executor(device)
@@ -162,7 +162,7 @@ def reduce_bucket(
     n_passes = getattr(bucket, "n_passes", 0) if device.type == "cpu" else 0  # on a GPU, the host would have to wait
 
     # Not in the task: `sample` calls the user's report, which must run in the training thread.
-    sample = recorder.sample(index) if recorder is not None and not is_capturing(device) else None
+    sample = telemetry.sample(index) if telemetry is not None and not is_capturing(device) else None
 
     async def task(workspace: Workspace) -> torch.Tensor:
         if index == 0:

@@ -205,11 +205,6 @@ class DeclaredMemory(HookSettings):
         for error in self._every_error():
             error.mul_(scale / before if before else 0)
 
-    def forget_errors(self) -> None:
-        """Set the error memory to zero."""
-        for error in self._every_error():
-            error.zero_()
-
     def _every_error(self) -> list[Tensor]:
         """The error memory of buckets, of earlier buckets, and of a checkpoint that no step has used yet."""
         kept = list(self.residuals())

@@ -69,9 +69,9 @@ _PYTORCHS_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks."
 _INTERNAL_NAMES = """
 agree apply_settings begin_step bind_layouts check_counts check_loaded check_names check_shapes compares_memory
 continue_at count_step counts device_counters drop_buckets enter expect_handshake first_compressed_step folded
-follows_model forget_errors has_model hook_name initialize keeps load_counts load_replicated_state make_bucket
-match_scale maybe_increase_iter merge_shards needs_names new_bucket parameter_names recorders replicated
-replicated_state residuals revoke_agreements sends_in_full serves_one_model settings unmatched_pattern
+follows_model has_model hook_name initialize keeps load_counts load_replicated_state make_bucket
+match_scale maybe_increase_iter merge_shards needs_names new_bucket parameter_names replicated
+replicated_state residuals revoke_agreements serves_one_model settings unmatched_pattern
 """
 
 
@@ -156,8 +156,8 @@ class HookSettings(Observed):
             group = _chosen_group(cast("GradwireBucket", bucket), process_group)
         if (note_use := getattr(bucket, "note_use", None)) is not None:
             note_use(self, group)
-        own, generation, recorder = self.settings(), connections_of(group).generation, self._recorder
-        settings = own if recorder is None else {**own, **recorder.settings()}
+        own, generation, telemetry = self.settings(), connections_of(group).generation, self._telemetry
+        settings = own if telemetry is None else {**own, **telemetry.settings()}
         agreements = self._agreed.setdefault(group, {})
         agreement = agreements.get(self.hook_name)
         if agreement is None or agreement.generation != generation:
@@ -190,8 +190,8 @@ class HookSettings(Observed):
         agreement.settings = settings
         agreement.parameters.update(dict.fromkeys(parameters, True))
         self._is_loaded_anew = False
-        if recorder is not None:
-            recorder.agreed()
+        if telemetry is not None:
+            telemetry.agreed()
         return group
 
 

@@ -116,11 +116,11 @@ def _cast_hook(
     def algorithm(source: Gradients, target: Gradients, transport: Transport, workspace: Workspace) -> Algorithm[None]:
         return cast_all_reduce(source, target, dtype or source.table.dtype, transport, workspace)
 
-    group, recorder = settings.agree(bucket, process_group), settings._recorder
+    group, telemetry = settings.agree(bucket, process_group), settings._telemetry
     # All ranks measure, or none: the handshake compared it.
-    if dtype is None and recorder is None and not is_sparse(bucket) and bucket_device(bucket).type == "cpu":
+    if dtype is None and telemetry is None and not is_sparse(bucket) and bucket_device(bucket).type == "cpu":
         return all_reduce_on_cpu(group, bucket)
-    return reduce_bucket(group, bucket, algorithm, hook, recorder=recorder)
+    return reduce_bucket(group, bucket, algorithm, hook, telemetry=telemetry)
 
 
 @zero_copy

@@ -20,7 +20,7 @@ from torch.futures import Future
 
 from gradwire.comm import Algorithm, GroupTransport, IdleTransport, Transport, Workspace, executor_for, run_algorithm
 from gradwire.compress import Gradients, cast_all_reduce
-from gradwire.compress._validation import MAX_COUNT, check_count
+from gradwire.compress._validation import MAX_COUNT, check_count, check_whole_number
 from gradwire.compress.memory import Memory
 from gradwire.hooks._bucket import (
     GradBucket,
@@ -33,8 +33,7 @@ from gradwire.hooks._bucket import (
     reduce_bucket,
     zero_copy,
 )
-from gradwire.hooks._checkpoint import option_values
-from gradwire.hooks._guard import Guarded
+from gradwire.hooks._checkpoint import Checkpointed, option_values
 from gradwire.kernels import dispatch, gradient_layout, is_capturing
 
 __all__ = ["HookState", "Memory", "Step", "hook_for"]
@@ -132,7 +131,7 @@ def _compared_options(kind: type, local: frozenset[str]) -> tuple[tuple[str, ...
     return ("options", *names), operator.attrgetter("__class__.__name__", *names)
 
 
-class HookState(Guarded):
+class HookState(Checkpointed):
     """Base class of hook states: options, memory by parameter name, and a step count, for one model.
 
     A subclass declares `memory` and has an algorithm, which its hook passes to `run`. Memory named "errors" is error
@@ -285,7 +284,7 @@ class HookState(Guarded):
         """
         group, names = self.enter(bucket)
         iteration, memory = self._iter, None
-        if not is_sparse(bucket) and not self.sends_in_full:
+        if not is_sparse(bucket):
             if iteration >= self._start:
                 memory = self.prepare(bucket, names, group)
             elif self.compiles_early:
@@ -302,7 +301,7 @@ class HookState(Guarded):
 
         self.maybe_increase_iter(bucket)
         layout = getattr(memory, "layout", None)
-        return reduce_bucket(group, bucket, on_tensors, self.hook_name, layout=layout, recorder=self._recorder)
+        return reduce_bucket(group, bucket, on_tensors, self.hook_name, layout=layout, telemetry=self._telemetry)
 
     def prepare(self, bucket: GradBucket, names: tuple[str, ...], group: dist.ProcessGroup) -> Any:
         """The memory of a bucket in a compressed step, kept from step to step.
@@ -368,8 +367,6 @@ class HookState(Guarded):
         if latest is None or index <= latest:  # the buckets of a step come in order, but any may be skipped
             self.begin_step()
             self._step_in_progress = self._iter + 1
-            if self._guard is not None:
-                self._guard.begin_step(self._iter)
         group, names = self.agree(bucket, self._process_group), self.parameter_names(bucket)
         if not self._patterns_match:
             self._names.note(names, bucket)
@@ -395,9 +392,11 @@ class HookState(Guarded):
             self._names.is_closed = True
 
     @property
-    def sends_in_full(self) -> bool:
-        """Whether the `guard` has turned compression off."""
-        return self._guard is not None and self._guard.is_tripped
+    def first_compressed_step(self) -> int:
+        """Number of the first compressed step: the option ``start_iter``, or 0 without it."""
+        start: int = getattr(self.options, "start_iter", 0)
+        check_whole_number("start_iter", start, "a whole number of steps, at least 0", 0)
+        return start
 
     # Options.
 
@@ -416,8 +415,6 @@ class HookState(Guarded):
         Raises:
             ValueError: an option has the wrong type or is out of range.
         """
-        if self._guard is not None:
-            self._guard.restart()  # before, as after an error, ranks may have seen different checks
         if self._applied == settings:
             return
         if self.options is not None:

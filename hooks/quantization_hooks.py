@@ -407,7 +407,7 @@ def quantized_reduction(
         return all_reduce(quantized, source.each(), target.each(), 0, transport, workspace)
 
     layout = quantized.layout if quantized is not None else None
-    return reduce_bucket(group, bucket, algorithm, settings.hook_name, layout=layout, recorder=settings._recorder)
+    return reduce_bucket(group, bucket, algorithm, settings.hook_name, layout=layout, telemetry=settings._telemetry)
 
 
 def _quantized_bucket(

@@ -106,7 +106,6 @@ class Observed:
     """A hook state that can measure its steps. docs/telemetry.md lists the metrics."""
 
     # Class attributes: they are neither pickled nor part of a checkpoint.
-    _recorder: Stopwatch | None = None  # whatever follows the buckets of a step: telemetry, the guard, or both
     _telemetry: Telemetry | None = None
     _step_in_progress: int | None = None  # its number, from 1; None for a state that counts no steps
 
@@ -133,7 +132,6 @@ class Observed:
         if self._telemetry is not None:
             self._telemetry.close()
         self._telemetry = Telemetry(self, every, exact_every, report)
-        self._record()
         # The latest function runs first: before a logger that was set up earlier ends.
         atexit.register(_stop_at_exit, weakref.ref(self))
 
@@ -143,7 +141,6 @@ class Observed:
             self._warn_if_unused(self._telemetry)
             self._telemetry.close()
         self._telemetry = None
-        self._record()
 
     def metrics(self) -> dict[str, float]:
         """The metrics of the latest measured step; empty before the first one has ended.
@@ -174,15 +171,6 @@ class Observed:
                 "model: model.register_comm_hook(state, hook).",
                 stacklevel=3,
             )
-
-    def recorders(self) -> list[Stopwatch]:
-        """The objects that follow the buckets of a step, the innermost first."""
-        return [self._telemetry] if self._telemetry is not None else []
-
-    def _record(self) -> None:
-        """Let the `recorders` follow the next steps."""
-        recorders = self.recorders()
-        self._recorder = recorders[0] if len(recorders) == 1 else Together(recorders) if recorders else None
 
     def residuals(self) -> Sequence[Tensor]:
         """This rank's error memory, for ``residual_ratio``; empty without error feedback."""
@@ -267,61 +255,7 @@ def durations(marks: Sequence[Mark]) -> list[float]:
 Work = tuple[Gradients, Gradients]  # source and target of an algorithm
 
 
-class Stopwatch:
-    """Measures the time and payload of each bucket of a hook."""
-
-    def __init__(self) -> None:
-        self.timelines: list[Timeline] = []  # one per bucket, in order
-
-    def settings(self) -> dict[str, object]:
-        """Options that must be equal on all ranks, as plain values."""
-        return {}
-
-    def agreed(self) -> None:
-        """Called on all ranks at the same bucket, once they have found their `settings` equal."""
-
-    def sample(self, index: int) -> Stopwatch | Sample | None:
-        """The measurements that bucket ``index`` adds to; None in a step that is not measured."""
-        return self
-
-    def measured(
-        self, algorithm: Algorithm[T], is_last: bool, device: torch.device, work: Work | None, transport: Transport
-    ) -> Algorithm[T]:
-        """The algorithm of a bucket, measured; its result has the same bits.
-
-        ``work`` is its source and target, None for a sparse bucket, and ``transport`` the transport of the algorithm.
-        """
-        self.timelines.append(timeline := Timeline(device))
-        return timeline.measured(algorithm)
-
-
-class Together(Stopwatch):
-    """Several recorders, or several samples of one bucket, as one."""
-
-    def __init__(self, parts: Sequence[Any]) -> None:
-        super().__init__()
-        self._parts = parts
-
-    def settings(self) -> dict[str, object]:
-        return {name: value for part in self._parts for name, value in part.settings().items()}
-
-    def agreed(self) -> None:
-        for part in self._parts:
-            part.agreed()
-
-    def sample(self, index: int) -> Together | None:
-        samples = [sample for part in self._parts if (sample := part.sample(index)) is not None]
-        return Together(samples) if samples else None
-
-    def measured(
-        self, algorithm: Algorithm[T], is_last: bool, device: torch.device, work: Work | None, transport: Transport
-    ) -> Algorithm[T]:
-        for part in self._parts:
-            algorithm = part.measured(algorithm, is_last, device, work, transport)
-        return algorithm
-
-
-class Telemetry(Stopwatch):
+class Telemetry:
     """The measurements of a hook state; the arguments are those of `Observed.observe`."""
 
     def __init__(self, state: Observed, every: int, exact_every: int, report: Report | None) -> None:
@@ -346,11 +280,11 @@ class Telemetry(Stopwatch):
         return self._n_steps > 0
 
     def settings(self) -> dict[str, object]:
-        """Comparisons with the exact mean are collectives."""
+        """Options that must be equal on all ranks: comparisons with the exact mean are collectives."""
         return {"exact_every of observe()": self._exact_every}
 
     def agreed(self) -> None:
-        """Count the steps of ``exact_every`` from here: after a fault, ranks may have counted different steps."""
+        """Count the steps of ``exact_every`` from here. All ranks call it at the same bucket, with equal `settings`."""
         self._agreed_at = self._n_steps
 
     def sample(self, index: int) -> Sample | None:
@@ -417,7 +351,10 @@ class Sample:
     async def measured(
         self, algorithm: Algorithm[T], is_last: bool, device: torch.device, work: Work | None, transport: Transport
     ) -> T:
-        """Run the algorithm of a bucket, measured; see `Stopwatch.measured`."""
+        """Run the algorithm of a bucket, measured; its result has the same bits.
+
+        ``work`` is its source and target, None for a sparse bucket, and ``transport`` the transport of the algorithm.
+        """
         exact, timeline = None, Timeline(device)
         if work is not None and self._is_exact:
             exact = _flat(work[0], 1 / transport.world_size)

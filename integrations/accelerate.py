@@ -49,7 +49,7 @@ def attach(
     Raises:
         ValueError: the model contains several DistributedDataParallel modules; or see `gradwire.attach`.
         TypeError: the model is wrapped in FSDP1 (``fsdp_version=1``); or see `gradwire.attach`.
-        NotImplementedError: FSDP2 and a state that checkpoints cannot hold (`AutoState`); or see `gradwire.attach`.
+        NotImplementedError: FSDP2 and a state that checkpoints cannot hold; or see `gradwire.attach`.
         RuntimeError: a hook is already registered on the DistributedDataParallel.
     """
     attachment = _attach.attach(model, state, hook, within=within)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from statistics import median
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -21,29 +22,39 @@ STEPS = WARM_UP + MAX_STEPS
 
 
 class ScriptProbe:
-    """Times the steps of a model that a script trains in a DistributedDataParallel.
+    """Times the steps of a model that a script trains in a DistributedDataParallel, whose hook is `reduce` meanwhile.
 
-    Meanwhile, gradients are not exchanged, so the ranks drift apart: the script must end with the measurement. Forward
-    time ends when the model's last forward before the exchange returns, so it includes earlier micro-batches; the loss
-    counts as backward. The rest of a step, such as the optimizer, counts as `ModelCost.optimizer`.
+    Gradients are exchanged after the backward pass, outside of the measured times. Forward time ends when the model's
+    last forward before the exchange returns, so it includes earlier micro-batches; the loss counts as backward. The
+    rest of a step, such as the optimizer, counts as `ModelCost.optimizer`.
 
     Args:
-        ddp: the model, which has no hook yet.
+        ddp: the model, which has no hook.
         done: called with the probe at the forward after `STEPS` steps.
+        averages: whether gradients are averaged. If not, the ranks drift apart, and the script must end with the
+            measurement.
     """
 
-    def __init__(self, ddp: TorchDDP, done: Callable[["ScriptProbe"], None]) -> None:
+    def __init__(self, ddp: TorchDDP, done: Callable[["ScriptProbe"], None], averages: bool) -> None:
         self._parameters = [parameter for parameter in ddp.parameters() if parameter.requires_grad]
         self.device, self._done = self._parameters[0].device, done
+        self._group = ddp.process_group if averages else None
+        self._waiting: list[
+            tuple[GradBucket, Future[Tensor]]
+        ] = []  # buckets of the current backward, and their results
         self._samples: list[list[float]] = []  # seconds of forward, ready times, backward and rest of each step
-        self._specs: list[BucketSpec] = []
+        self.specs: list[BucketSpec] = []  # the buckets of the latest step
         self._gradients: list[Tensor] = []
         self._begin = self._between = self._end = Mark(self.device)
         self._launches: list[Mark] = []
         self._names = parameter_names(ddp.module)
-        TorchDDP.register_comm_hook(ddp, None, self._launch)
-        ddp.register_forward_pre_hook(self._begin_forward)
-        ddp.register_forward_hook(self._end_forward)
+        before, after = self._begin_forward, self._end_forward
+        self._handles = [ddp.register_forward_pre_hook(before), ddp.register_forward_hook(after)]
+
+    def remove(self) -> None:
+        """End the measurement."""
+        for handle in self._handles:
+            handle.remove()
 
     def _begin_forward(self, *_: object) -> None:
         if not torch.is_grad_enabled():
@@ -56,6 +67,7 @@ class ScriptProbe:
             self._samples.append([forward, *ready, 1e-3 * begin.milliseconds_since(self._end)])
             self._launches = []
             if len(self._samples) == STEPS:
+                self.remove()
                 self._done(self)
             self._begin = Mark(self.device)
 
@@ -63,40 +75,42 @@ class ScriptProbe:
         if torch.is_grad_enabled() and not self._launches:
             self._between = Mark(self.device)
 
-    def _launch(self, _: object, bucket: GradBucket) -> Future[Tensor]:
+    def reduce(self, bucket: GradBucket) -> Future[Tensor]:
+        """Note the time at which a bucket is ready; the future of its gradients."""
         if not self._launches:
-            self._specs = []
-            queue_callback(lambda: queue_callback(self._end_backward))  # after DDP's own callback
+            self.specs = []
+            queue_callback(self._end_backward)  # before DDP's own callback, which waits for the futures
         self._launches.append(Mark(self.device))
         names = [self._names[parameter] for parameter in bucket.parameters()]
-        self._specs.append(spec_of(bucket, names, self._parameters))
+        self.specs.append(spec_of(bucket, names, self._parameters))
         future: Future[Tensor] = Future(devices=[self.device] if self.device.type == "cuda" else None)
-        future.set_result(bucket.buffer())
+        self._waiting.append((bucket, future))
         return future
 
     def _end_backward(self) -> None:
         self._end = Mark(self.device)
-        if len(self._samples) == STEPS - 1:
-            parameters = [parameter for spec in self._specs for parameter in spec.parameters]
-            self._gradients = [p.grad.detach().clone() for p in parameters if p.grad is not None]
+        waiting, self._waiting = self._waiting, []
+        is_sparse = any(bucket.buffer().is_sparse for bucket, _ in waiting)
+        if len(self._samples) == STEPS - 1 and not is_sparse:
+            self._gradients = [gradient.clone() for bucket, _ in waiting for gradient in bucket.gradients()]
+        for bucket, future in waiting:
+            buffer = bucket.buffer()
+            if self._group is not None:
+                dist.all_reduce(buffer.div_(self._group.size()), group=self._group)
+            future.set_result(buffer)
 
     def model(self, overlap: Overlap) -> tuple[ModelCost, Buckets]:
         """The cost of a step without gradient exchange, and the buckets, whose parameters get their gradients again.
 
         Raises:
-            JobError: some parameters have no gradient, or the buckets change from step to step.
+            JobError: gradients are sparse, or the buckets change from step to step.
         """
-        parameters = [parameter for spec in self._specs for parameter in spec.parameters]
-        if len(self._gradients) != len(parameters):
-            raise JobError(
-                f"{len(parameters) - len(self._gradients)} of {len(parameters)} parameters had no gradient in the last "
-                "step. Use them, or set requires_grad = False."
-            )
-        if any(gradient.is_sparse for gradient in self._gradients):
+        if not self._gradients:
             raise JobError("The model has sparse gradients, which no hook compresses. Set sparse=False.")
         samples = self._samples[WARM_UP:]
         if len(set(map(len, samples))) > 1:
             raise JobError("The number of buckets changes from step to step, so their times cannot be compared.")
+        parameters = [parameter for spec in self.specs for parameter in spec.parameters]
         for parameter, gradient in zip(parameters, self._gradients, strict=True):
             parameter.grad = gradient.clone()
         forward, *ready, backward, rest = map(median, zip(*samples, strict=True))
@@ -109,4 +123,4 @@ class ScriptProbe:
             optimizer=rest,
             spread=spread_of(forward + backward for forward, *_, backward, _ in samples),
         )
-        return cost, Buckets(self._specs, self._gradients)
+        return cost, Buckets(self.specs, self._gradients)

@@ -127,8 +127,7 @@ class Attachment:
         memory.
 
         Raises:
-            NotImplementedError: the state has entries that fit one number of shards only (`AutoState`), or is no
-                `HookState`.
+            NotImplementedError: the state has entries that fit one number of shards only, or is no `HookState`.
         """
         saved: dict[str, Any] = self.state.state_dict() if isinstance(self.state, Stateful) else {}
         if self._exchange is None:

@@ -16,7 +16,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as pytorch
 import gradwire
 import gradwire.checkpoint
 import gradwire.testing
-from gradwire.hooks.auto_hook import AutoState
 from gradwire.hooks.default_hooks import CastState
 from gradwire.hooks.hook_state import HookState
 from gradwire.hooks.powerSGD_hook import PowerSGDState
@@ -124,7 +123,7 @@ def test_public_function_or_class_of_a_package_has_no_module_of_its_name():
 
 @pytest.mark.parametrize(
     "state",
-    [PowerSGDState(None), QuantizationState(), CastState(), ScaledCastState(), AutoState()],
+    [PowerSGDState(None), QuantizationState(), CastState(), ScaledCastState()],
     ids=lambda state: type(state).__name__,
 )
 def test_dir_of_a_state_shows_documented_names(state):

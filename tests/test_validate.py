@@ -1,4 +1,4 @@
-"""`python -m tools.validate advise` and `auto`: their tables, from made-up records, and runs on loopback."""
+"""`python -m tools.validate advise`: its tables, from made-up records, and a run on loopback."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 
 from gradwire.bench.network import LOOPBACK
 from gradwire.bench.record import Measured, Metric, records_of
-from tools import advice_error, auto_choice
+from tools import advice_error
 
 
 @pytest.fixture(autouse=True)
@@ -39,33 +39,3 @@ def test_advise_predicts_and_measures_every_hook_on_loopback():
         for implementation in (advice_error.MEASURED, advice_error.PREDICTED)
     }
     assert all(record.p50 > 0 for record in steps)
-
-
-def test_auto_tables_show_choice_and_speed_up_and_step_times(facts):
-    slow, fast = ({"model": "linear", "rate": rate} for rate in ("1gbit", "unlimited"))
-    rows = [
-        (slow, auto_choice.AUTO, {Metric.STEP_MS: 100.0}),
-        (slow, auto_choice.NO_HOOK, {Metric.STEP_MS: 400.0}),
-        (slow, "int4", {Metric.STEP_MS: 98.0, auto_choice.PARAMETERS: 3}),
-        (slow, "plain", {auto_choice.PARAMETERS: 9}),
-        (fast, auto_choice.AUTO, {Metric.STEP_MS: 51.0}),
-        (fast, auto_choice.NO_HOOK, {Metric.STEP_MS: 50.0}),
-        (fast, "plain", {auto_choice.PARAMETERS: 12}),
-    ]
-    records = [record for case, name, metrics in rows for record in records_of("auto", case, name, 2, metrics)]
-    choices, times = auto_choice.tables(Measured({"rounds": 4, "hosts": 2}, records).with_provenance(facts))
-    assert choices.headers == ["model", "link", "choice", "speed-up"]
-    assert choices.rows == [
-        ["linear", "1 Gb/s", "plain 75%, int4 25%", "4.00x"],
-        ["linear", "unlimited", "plain", "0.98x"],
-    ]
-    assert times.headers == ["model", "link", "auto_hook", "no hook", "int4"]
-    assert times.rows == [["linear", "1 Gb/s", "100", "400", "98"], ["linear", "unlimited", "51", "50", ""]]
-
-
-@pytest.mark.slow
-def test_auto_times_choice_and_candidates_on_loopback():
-    outcome = auto_choice.measure(["tiny-layers"], [LOOPBACK], rounds=1)
-    timed = {each.implementation for each in outcome.records if each.metric == Metric.STEP_MS}
-    assert timed == {auto_choice.AUTO, auto_choice.NO_HOOK, *auto_choice.CANDIDATES}
-    assert sum(each.p50 for each in outcome.records if each.metric == auto_choice.PARAMETERS) > 0

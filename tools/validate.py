@@ -1,4 +1,4 @@
-"""``python -m tools.validate``: errors of `gradwire advise`, choices of `auto_hook`, errors of wire formats, leaks."""
+"""``python -m tools.validate``: errors of `gradwire advise`, errors of wire formats, leaks."""
 
 from functools import partial
 from typing import Annotated
@@ -20,7 +20,7 @@ from gradwire.cli.options import (
     parse_links,
     refuse_beside,
 )
-from tools import advice_error, auto_choice, rounding, soak
+from tools import advice_error, rounding, soak
 
 PROGRAM = "python -m tools.validate"
 app = typer.Typer(help="Validate gradwire's predictions, choices and wire formats.", add_completion=False)
@@ -56,27 +56,6 @@ def validate_advise(
     names, chosen = parse_hooks(hooks, advice_error.DEFAULT_HOOKS), parse_choices(models, JOBS, "--models")
     measure = partial(advice_error.measure, chosen, parse_links(rates, loopback), names, rounds, delay)
     run(f"{PROGRAM} advise", measure, advice_error.tables, output, is_networked=not loopback, program=PROGRAM)
-
-
-@app.command("auto")
-def validate_auto(
-    context: typer.Context,
-    models: ModelsOption = ", ".join(auto_choice.DEFAULT_MODELS),
-    rates: RatesOption = ", ".join(auto_choice.DEFAULT_RATES),
-    rounds: Annotated[int, number("Turns of each candidate at each rate, of a few steps each.")] = 4,
-    loopback: LoopbackOption = False,
-    output: OutputOption = None,
-) -> None:
-    """Compare the choice of auto_hook with no hook and with each of its candidates, over a slow network.
-
-    The hosts are network namespaces of this machine, joined by rate-limited links. Needs root on Linux.
-    Takes ten minutes.
-    """
-    if loopback:
-        refuse_beside(context, "--loopback", "rates")
-    links, names = parse_links(rates, loopback), parse_choices(models, JOBS, "--models")
-    measure = partial(auto_choice.measure, names, links, rounds)
-    run(f"{PROGRAM} auto", measure, auto_choice.tables, output, is_networked=not loopback, program=PROGRAM)
 
 
 @app.command("soak")

@@ -36,7 +36,6 @@ from gradwire.comm.graphs import WARM_UP_STEPS
 from gradwire.compress import Gradients
 from gradwire.hooks import default_hooks
 from gradwire.hooks._bucket import GradBucket, reduce_bucket, zero_copy
-from gradwire.hooks.auto_hook import AutoState, auto_hook
 from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
@@ -356,18 +355,6 @@ def _late_all_reduce(group: Any, bucket: Any) -> torch.futures.Future[Tensor]:
     return torch_hooks.allreduce_hook(group, bucket).then(late)
 
 
-def auto_hook_chooses_the_same_plan_on_every_rank(device: torch.device) -> None:
-    """The ranks measure, share the slowest times, and choose; then they have equal gradients."""
-    for wrapper in (OurDDP, TorchDDP):
-        state = AutoState(candidates=("plain", "bf16", "int4"), repeats=2)
-        _, taken = train(wrapper, device, (state, auto_hook), steps=16)
-        require(len(state.plan) > 0, "nothing was chosen")
-        plans: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(plans, dict(state.plan))
-        require(all(plan == plans[0] for plan in plans), f"the ranks have chosen {plans}")
-        assert_equal_on_all_ranks(taken, wrapper.__name__)
-
-
 def emulated_link_takes_its_time_and_changes_no_bit(device: torch.device) -> None:
     """On an emulated link, collectives take longer and give the same results."""
     if device.type != "cuda":
@@ -419,7 +406,6 @@ HOOK_CHECKS: dict[str, LaneCase] = {
             powersgd_launches_a_dozen_kernels_for_each_bucket,
             wrapped_hooks_of_pytorch_run,
             emulated_link_takes_its_time_and_changes_no_bit,
-            auto_hook_chooses_the_same_plan_on_every_rank,
         )
     },
 }

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 
 from gradwire.compress._validation import MAX_COUNT
-from gradwire.hooks.auto_hook import AutoState, auto_hook
 from gradwire.hooks.default_hooks import CastState, bf16_compress_hook
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
@@ -36,10 +35,6 @@ def int4(**options):
 
 def power_sgd():
     return PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=1), powerSGD_hook
-
-
-def auto(**options):
-    return AutoState(**({"plan": {"layers.2.weight": "int4"}} | options)), auto_hook
 
 
 def with_options(**options):
@@ -71,8 +66,6 @@ CHANGES = {
         lambda: (ScaledCastState(), scaled_cast_hook),
         lambda state: setattr(state, "options", replace(state.options, margin=9, dtype=torch.bfloat16)),
     ),
-    "plan": (auto, lambda state: setattr(state, "plan", {"layers.2.weight": "int8"})),
-    "plan in place": (auto, with_entry("plan", "layers.2.weight", "bf16")),
 }
 
 
@@ -107,7 +100,7 @@ def load(state):
 
 
 ON_ONE_RANK = CHANGES | {
-    **{f"iter of {make.__name__}": (make, lambda state: setattr(state, "iter", 0)) for make in (int4, power_sgd, auto)},
+    **{f"iter of {make.__name__}": (make, lambda state: setattr(state, "iter", 0)) for make in (int4, power_sgd)},
     "load of powersgd": (power_sgd, load),
     "load of scaled": (CHANGES["scaling"][0], load),
 }
@@ -153,7 +146,6 @@ def test_law1_holds_over_a_change_of_options(options):
 SKIPPED = {
     "int4": lambda: int4(exempt=()),
     "powersgd": power_sgd,
-    "auto": lambda: auto(plan=None, candidates=("plain", "int8"), repeats=1, min_gain=1),
     "scaled": lambda: (ScaledCastState(), scaled_cast_hook),
 }
 
@@ -180,8 +172,7 @@ def test_steps_with_skipped_buckets_are_counted_and_compressed(hook, layers, wra
     is_late = wrapper == "pytorch" and 0 not in layers
     assert getattr(state, "iter", None) in (None, 8 - is_late)
     assert getattr(state, "skipped_steps", None) in (None, 1)
-    assert getattr(state, "plan", True), "a choice was made"
-    assert sent_bytes() - before != 4 * 20 * len(layers) or hook == "auto"
+    assert sent_bytes() - before != 4 * 20 * len(layers)
 
 
 @pytest.mark.parametrize("make", [int4, power_sgd])

@@ -56,7 +56,7 @@ def start(seed=0):
 
 # Their memory is the same on a resumed rank.
 EXACT = [None, "fp16", "scaled_fp16"]
-MERGED = ["powersgd", "int4", "auto", "topk"]
+MERGED = ["powersgd", "int4", "topk"]
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)

@@ -131,11 +131,11 @@ def train_without_recovery(seeds, hook, model):
 # group itself, which cannot be replaced: there `resynchronize` raises as it should.
 FEW = [
     *((hook, "mlp", range(1)) for hook in ("none", "scaled_fp16", "fp16_of_powersgd")),
-    *((hook, "conv", range(1)) for hook in ("fp16", "powersgd", "auto")),
+    *((hook, "conv", range(1)) for hook in ("fp16", "powersgd")),
 ]
 MANY = [
     pytest.param(hook, model, range(100, 160), marks=pytest.mark.slow)
-    for hook in ("none", *HOOKS, "auto")
+    for hook in ("none", *HOOKS)
     for model in ("mlp", "conv")
 ]
 REPLACEABLE = [case for case in MANY if case.values[0] != "fp16_of_pytorch"]

@@ -16,7 +16,6 @@ from gradwire.comm.connections import executor_for
 from gradwire.compress import DelayedScaling
 from gradwire.hooks import _handshake, default_hooks
 from gradwire.hooks._handshake import HookSettings, settings_of
-from gradwire.hooks.auto_hook import AutoState, auto_hook
 from gradwire.hooks.hook_state import HookState
 from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
@@ -60,10 +59,6 @@ def power_sgd(hook=powerSGD_hook, prepare=None, **options):
         return state, hook
 
     return make
-
-
-def auto(**options):
-    return lambda group: (AutoState(group, **options), auto_hook)
 
 
 def stateless(hook):
@@ -120,7 +115,6 @@ DIFFERENCES = {
     "block_size": pair("block_size", quantized, 64, 128),
     "start_iter": pair("start_iter", quantized, 2, 1),
     "stochastic_rounding": pair("stochastic_rounding", quantized, False, True),
-    "candidates": pair("candidates", auto, ("plain", "int8"), ("plain", "int4")),
     "steps": (power_sgd(), power_sgd(prepare=at_step_three), "iter: 0 on", "; 3 on"),
     "load": (power_sgd(), power_sgd(prepare=loaded(1.0)), "memory q: nothing on", "; 1, digest"),
     "factors": (power_sgd(prepare=loaded(1.0)), power_sgd(prepare=loaded(0.5)), "memory q: 1, digest", "; 1,"),

@@ -187,7 +187,7 @@ MOVES = {"fewer": ([[0, 1, 2]], [1, 2]), "more": ([[0, 1], [2]], [0, 1, 2]), "ot
 @pytest.mark.parametrize(
     "kind",
     [
-        kind if kind in ("int4", "powersgd", "auto", "scaled_fp16") else pytest.param(kind, marks=pytest.mark.slow)
+        kind if kind in ("int4", "powersgd", "scaled_fp16") else pytest.param(kind, marks=pytest.mark.slow)
         for kind in STATES
         if kind != "int4_on_nodes"  # of a fixed size
     ],

@@ -2,7 +2,7 @@
 
 A `Loop` is plain data that hypothesis draws and shrinks, and of which every rank runs the same. It mixes a gradient
 scaler, accumulation, several backwards of a forward, clipping, skipped steps, checkpoints, errors with `resynchronize`,
-telemetry and the guard, with the options of DDP. `make random` draws loops from a new seed, and prints it.
+and telemetry, with the options of DDP. `make random` draws loops from a new seed, and prints it.
 """
 
 import math
@@ -74,7 +74,7 @@ class Step:
         is_clipped: whether gradients are clipped after the backward.
         poison: "nan" or "inf" in a gradient of rank 0, so that the step is skipped; None for neither.
         before: what happens before the step: "checkpoint", "error" (on the last rank, in the last bucket),
-            "error_and_checkpoint", "observe" or "guard"; None for nothing.
+            "error_and_checkpoint" or "observe"; None for nothing.
     """
 
     micro_batches: int = 1
@@ -240,10 +240,6 @@ class Run:
         if self.state is not None:
             self.state.observe(every=1, exact_every=2)
 
-    def guard(self):
-        if self.state is not None:
-            self.state.guard(every=1, growth=1e9, ratio=1e9)
-
     def close(self):
         if self.loop.kind in FEEDBACK:
             errors = {name: error / self.scaler.scale for name, error in errors_of(self.state.state_dict()).items()}
@@ -270,7 +266,7 @@ def loops():
         set_to_none=st.booleans(),
         is_clipped=st.booleans(),
         poison=st.sampled_from([None, None, None, "nan", "inf"]),
-        before=st.sampled_from([None, None, "checkpoint", "error", "error_and_checkpoint", "observe", "guard"]),
+        before=st.sampled_from([None, None, "checkpoint", "error", "error_and_checkpoint", "observe"]),
     )
     return st.builds(
         Loop,
@@ -288,7 +284,7 @@ def sensible(loop):
     """The loop without what no law speaks of.
 
     Only in buckets of one parameter is it known what an element that is not finite keeps out of the result: not in the
-    first bucket of a new wrapper. Two such steps in a row trip the guard. A scaled cast follows the last magnitude.
+    first bucket of a new wrapper. A scaled cast follows the last magnitude.
     PyTorch's DDP has no `check_every`, averages only one backward of a forward, and has a bug with static graphs.
     """
     steps = []

@@ -160,7 +160,7 @@ def test_resynchronization_from_rank_1_gives_all_its_model_and_state(kind):
 
 @pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
 @pytest.mark.parametrize("is_wrapped", [False, True], ids=["hook", "wrapped-hook"])
-@pytest.mark.parametrize("kind", [kind for kind in FEEDBACK if kind != "auto"])
+@pytest.mark.parametrize("kind", FEEDBACK)
 @on_ranks(2, 3)
 def test_results_of_a_failed_step_return_to_the_error_memory_of_every_rank(kind, is_wrapped, view):
     wrap = plainly_named if is_wrapped else None
@@ -331,7 +331,7 @@ def test_errors_of_a_checkpoint_that_one_rank_has_used_before_an_error_are_not_l
     assert errors_of(state.state_dict()).keys() == errors_of(saved).keys()
 
 
-@pytest.mark.parametrize("hook", ["scaled_fp16", "int4", "powersgd", "topk", "auto"])
+@pytest.mark.parametrize("hook", ["scaled_fp16", "int4", "powersgd", "topk"])
 @on_ranks(2)
 def test_ranks_that_were_a_step_apart_continue_with_one_step_count(hook):
     ddp = wrapped(hook=hook)

@@ -7,7 +7,7 @@ import random
 import re
 import subprocess
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from types import SimpleNamespace
 from unittest import mock
 
@@ -29,9 +29,9 @@ from gradwire.planner.jobs import JobError
 from gradwire.planner.model import Overlap
 from gradwire.planner.script_probe import STEPS, ScriptProbe
 from gradwire.sharded import ReduceScatterOptions
-from tests.support.bits import assert_same_bits
-from tests.support.ranks import on_ranks
-from tests.support.training import SMALL, SMALLEST, build, train, train_steps
+from tests.support.bits import assert_same_bits, assert_same_on_all_ranks, differences
+from tests.support.ranks import from_all_ranks, on_ranks
+from tests.support.training import SMALL, SMALLEST, build, gradients, train, train_steps
 
 HANG_LIMIT = 600  # seconds
 
@@ -74,11 +74,110 @@ def test_unchanged_loop_has_the_bits_of_the_registered_hook(hook):
     assert f"gradwire run: {hook} on Mlp" in run.report(made)
 
 
+# --- auto
+
+
+def steps_of(ddp, number):
+    """Gradients of some steps; each draws its batch from the default generator."""
+    seen = []
+    for _ in range(number):
+        ddp.zero_grad()
+        ddp(torch.randn(4, next(ddp.parameters()).shape[1])).backward()
+        seen.append(gradients(ddp))
+    return seen
+
+
+def advice(hook):
+    return SimpleNamespace(recommended=hook, headline=f"Use {hook}", reason="because")
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}])
 @on_ranks(2)
-def test_auto_says_what_it_has_chosen():
-    with run.compressed("auto") as made:
-        train("pytorch", "mlp", steps=30, bucket_cap_mb=SMALL)
-    assert "auto_hook has chosen" in run.report(made)
+def test_auto_sends_in_full_while_it_measures_and_then_takes_the_recommended_hook(options):
+    seed = 7 + dist.get_rank()
+    plain = DistributedDataParallel(build("mlp"), bucket_cap_mb=SMALL, **options)
+    torch.manual_seed(seed)
+    expected = steps_of(plain, STEPS + 4)
+    with run.compressed("auto") as made, mock.patch.object(run, "advise", lambda _: advice("int4")):
+        ddp = DistributedDataParallel(build("mlp"), bucket_cap_mb=SMALL, **options)
+        torch.manual_seed(seed)
+        found = steps_of(ddp, STEPS + 4)
+    assert_same_bits(found[: STEPS + 2], expected[: STEPS + 2])  # int4 begins with two plain steps
+    assert differences(found[-1], expected[-1])
+    assert_same_on_all_ranks(from_all_ranks(found))
+    (compression,) = made
+    assert (compression.hook_name, compression.first_compressed) == ("int4", STEPS + 2)
+    text = run.report(made)
+    assert "gradwire run: int4 on Mlp" in text and "auto: Use int4: because" in text
+
+
+@pytest.mark.parametrize("start", [2, STEPS + 5])
+@on_ranks(2)
+def test_auto_does_not_compress_before_the_start_step(start):
+    with run.compressed("auto", start=start) as made, mock.patch.object(run, "advise", lambda _: advice("int8")):
+        ddp = DistributedDataParallel(build("mlp"))
+        steps_of(ddp, STEPS + 1)
+    assert made[0]._state.options.start_iter == max(start, STEPS + 2) - STEPS
+    assert "nothing was compressed: that begins after" in run.report(made)
+
+
+@on_ranks(2)
+def test_auto_measures_the_script_and_prints_its_choice_on_rank_0():
+    with mock.patch("builtins.print") as printed, run.compressed("auto", measure=100) as made:
+        steps_of(DistributedDataParallel(build("mlp"), bucket_cap_mb=SMALL), STEPS + 1)
+    texts = [call.args[0] for call in printed.mock_calls]
+    assert len(texts) == (dist.get_rank() == 0)
+    assert all(text.startswith(("gradwire run: Mlp: auto: Use ", "gradwire run: Mlp: auto: Do not")) for text in texts)
+    assert from_all_ranks(made[0].summary) == [made[0].summary] * 2
+
+
+@pytest.mark.parametrize("reason", ["recommended", "one rank", "subgroup"])
+@on_ranks(2)
+def test_auto_sends_in_full_if_no_hook_is_worthwhile_or_none_can_be_measured(reason):
+    own, _ = dist.new_subgroups(group_size=1)
+    group = own if reason == "subgroup" else None
+    plain = DistributedDataParallel(build("mlp"), process_group=group)
+    torch.manual_seed(0)
+    expected = steps_of(plain, STEPS + 4)
+    with run.compressed("auto", measure=100) as made, mock.patch.object(run, "advise", lambda _: advice("none")):
+        ddp = DistributedDataParallel(build("mlp"), process_group=group)
+        failure = mock.patch.object(run, "measured_script", side_effect=JobError("one rank"))
+        with failure if reason == "one rank" else nullcontext():
+            torch.manual_seed(0)
+            assert_same_bits(steps_of(ddp, STEPS + 4), expected)
+    texts = {"recommended": "because", "one rank": "one rank", "subgroup": "the model has 1 of 2 ranks"}
+    lines = run.report(made).splitlines()
+    assert lines[0].startswith("gradwire run: auto on Mlp")
+    assert lines[-1].startswith("  auto: ") and lines[-1].endswith(texts[reason])
+
+
+@on_ranks(2)
+def test_auto_keeps_gradients_and_random_numbers_of_the_script():
+    with run.compressed("auto"):
+        ddp = DistributedDataParallel(build("mlp"))
+        steps_of(ddp, STEPS)
+        kept, numbers = [parameter.grad for parameter in ddp.parameters()], torch.get_rng_state()
+        values = gradients(ddp)
+        ddp(torch.ones(4, next(ddp.parameters()).shape[1]))  # measures
+    assert [id(parameter.grad) for parameter in ddp.parameters()] == [id(each) for each in kept]
+    assert_same_bits(gradients(ddp), values)
+    assert torch.equal(torch.get_rng_state(), numbers)
+
+
+@on_ranks(2)
+def test_hook_of_the_script_ends_the_measurement_of_auto():
+    with run.compressed("auto") as made, pytest.warns(run.HookReplacedWarning):
+        ddp = DistributedDataParallel(build("mlp"))
+        ddp.register_comm_hook(None, fp16_compress_hook)
+        steps_of(ddp, STEPS + 2)
+    assert made[0].summary == "" and "not used" in run.report(made)
+
+
+@on_ranks(2)
+def test_auto_refuses_sharded_models():
+    model = fully_shard(build("mlp"), mesh=init_device_mesh("cpu", (2,)))
+    with run.compressed("auto"), pytest.raises(ValueError, match="--hook auto measures models of Distributed"):
+        model(*model.batch(torch.Generator()))
 
 
 @on_ranks(2)
@@ -255,17 +354,6 @@ def test_stretches_alternate_without_telemetry_and_give_an_interval():
     assert float(own) / float(other) == pytest.approx(float(gain), rel=0.02)
 
 
-@on_ranks(2)
-def test_auto_measures_from_the_start_step_on():
-    with run.compressed("auto", start=6) as made:
-        ddp = DistributedDataParallel(build("mlp"))
-        train_steps(ddp, 6)
-        assert made[0]._state.iter == 0
-        train_steps(ddp, 1)
-        assert made[0]._state.iter == 1
-        assert "too few" not in run.report(made) and "nothing was compressed: that begins after" in run.report(made)
-
-
 @pytest.mark.parametrize(("freedom", "expected"), [(4, 2.776), (9, 2.262), (30, 2.042)])
 def test_quantiles_are_students(freedom, expected):
     assert run.t_quantile(freedom) == pytest.approx(expected, rel=0.01)
@@ -390,10 +478,16 @@ def advice_of(ddp_probe):
     return end.value, "\n".join(printed)
 
 
+def probed(ddp, done):
+    probe = ScriptProbe(ddp, done, averages=False)
+    ddp.register_comm_hook(probe, run_advise.reduce)
+    return probe
+
+
 def trained_probe():
     probes = []
     ddp = DistributedDataParallel(build("mlp"), bucket_cap_mb=SMALL)
-    ScriptProbe(ddp, probes.append)
+    probed(ddp, probes.append)
     train_steps(ddp, STEPS + 1)
     return probes[0]
 
@@ -440,7 +534,7 @@ def test_advise_measures_the_first_model_of_all_ranks_and_ignores_its_hook():
         ddp.register_comm_hook(None, fp16_compress_hook)
         ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
         DistributedDataParallel(build("mlp"))
-    made.assert_called_once_with(ddp, run_advise._advise_script)
+    made.assert_called_once_with(ddp, run_advise._advise_script, averages=False)
     DistributedDataParallel(build("mlp"))
     assert made.call_count == 1, "the class is as before"
 
@@ -480,7 +574,7 @@ def test_probe_counts_times_of_buckets_from_the_begin_of_the_backward(world_of_o
 
     monkeypatch.setattr(script_probe, "Mark", Mark)
     ddp = DistributedDataParallel(Model(), bucket_cap_mb=SMALLEST)
-    ddp_probe = ScriptProbe(ddp, lambda _: None)
+    ddp_probe = probed(ddp, lambda _: None)
     for _ in range(STEPS + 1):
         output = ddp(torch.ones(1, 4))
         clock[0] += 1  # the loss
@@ -499,7 +593,7 @@ def test_probe_counts_times_of_buckets_from_the_begin_of_the_backward(world_of_o
 def test_probe_of_a_script_measures_its_steps_and_buckets():
     probes = []
     ddp = DistributedDataParallel(build("mlp"), bucket_cap_mb=SMALL)
-    probe = ScriptProbe(ddp, probes.append)
+    probe = probed(ddp, probes.append)
     train_steps(ddp, STEPS)
     assert probes == []
     train_steps(ddp, 1)
@@ -518,7 +612,7 @@ def test_probe_of_a_script_measures_its_steps_and_buckets():
 def test_probe_counts_micro_batches_as_forward_and_evaluations_as_the_rest():
     probes = []
     ddp = DistributedDataParallel(build("mlp"), bucket_cap_mb=SMALL)
-    probe = ScriptProbe(ddp, probes.append)
+    probe = probed(ddp, probes.append)
     batch = torch.randn(4, next(ddp.parameters()).shape[1])
     for _ in range(STEPS + 1):
         with ddp.no_sync():

@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 
 from gradwire.hooks import quantization_hooks
-from gradwire.hooks.auto_hook import AutoState, auto_hook
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks, differences
 from tests.support.ranks import from_all_ranks, on_ranks
 from tests.support.states import Ledger, errors_of
@@ -133,22 +132,6 @@ def test_errors_keep_their_scale_when_another_scaler_is_followed():
         state.follow_scaler(other)
         state.match_scale()
         assert_same_bits(state.residuals(), before)
-
-
-@pytest.mark.parametrize("resumes_at", [None, 5])
-@on_ranks(2)
-def test_auto_hook_rescales_the_errors_of_its_methods(resumes_at):
-    # A new wrapper begins with one bucket, of int4: PowerSGD is not used until the step after, at another scale.
-    plan = {
-        f"layers.{i}.{name}": "powersgd-r1" if i == 2 else "int4" for i in (0, 2, 4, 6) for name in ("weight", "bias")
-    }
-
-    def new():
-        return AutoState(candidates=("plain", "int4", "powersgd-r1"), plan=plan), auto_hook
-
-    expected = unscaled_gradients(new, CONSTANT, resumes_at=resumes_at)
-    assert_same_bits(unscaled_gradients(new, CHANGING, resumes_at=resumes_at), expected)
-    assert differences(unscaled_gradients(new, CHANGING, resumes_at=resumes_at, follows=False), expected)
 
 
 @on_ranks(2, 3)

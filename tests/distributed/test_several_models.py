@@ -18,7 +18,6 @@ import gradwire
 from gradwire.comm import connections
 from gradwire.hooks import _bucket, default_hooks, powerSGD_hook, quantization_hooks
 from gradwire.hooks._bucket import zero_copy
-from gradwire.hooks.auto_hook import AutoState, auto_hook
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
 from gradwire.reducer import parameters
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
@@ -157,7 +156,6 @@ STATES = {
     ),
     "int4": (quantization_hooks.QuantizationState, quantization_hooks.quantization_hook),
     "scaled": (ScaledCastState, scaled_cast_hook),
-    "auto": (lambda group: AutoState(group, plan={"layers.0.weight": "int8"}), auto_hook),
     "cast state": (default_hooks.CastState, default_hooks.fp16_compress_hook),
     "fp16": (lambda group: group, default_hooks.fp16_compress_hook),
     "fp16 wrapper": (lambda group: group, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)),

@@ -11,7 +11,6 @@ from torch.distributed import checkpoint
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import gradwire
-from gradwire.hooks.auto_hook import AutoState
 from gradwire.hooks.default_hooks import CastState, allreduce_hook, bf16_compress_hook, fp16_compress_hook
 from gradwire.hooks.powerSGD_hook import PowerSGDState
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
@@ -322,20 +321,6 @@ def test_parameter_frozen_after_attach_leaves_the_others_compressed():
 
 
 # Errors.
-
-
-@on_ranks(4)
-def test_checkpoint_of_a_state_that_depends_on_the_shards_raises_with_the_remedy():
-    model = sharded("hsdp")
-    attachment = gradwire.attach(model, AutoState(plan=dict.fromkeys(["first.weight", "first.bias"], "int4")))
-    train(model, 3)
-    kind, text = error_of(attachment.state_dict)
-    assert kind == "NotImplementedError"
-    assert "state.state_dict() of every rank" in text
-    saved = attachment.state.state_dict()
-    assert saved["states"]["int4"]["errors"]["first.weight"].any()
-    attachment.state.load_state_dict(saved)
-    backward(model, 3)
 
 
 @pytest.mark.parametrize("loaded_in", PLACES)

@@ -45,7 +45,6 @@ ENTRIES = {
     "batched_powersgd": OF_POWERSGD,
     "int4": {"iter", "errors"},
     "topk": {"iter", "errors"},
-    "auto": {"iter", "plan", "chosen", "states"},
     "scaled_fp16": {"names", "exponents", "counters"},
 }
 
@@ -111,8 +110,7 @@ def test_law7_checkpoint_is_keyed_by_parameter_name_with_and_without_bind(kind, 
         assert sorted(state.exponents()) == sorted(names)
         return
     saved = state.state_dict()
-    method = saved["plan"].get if kind == "auto" else lambda _: kind
-    expected = [name for name in names if name in matrices or not method(name).startswith("powersgd")]
+    expected = [name for name in names if name in matrices or "powersgd" not in kind]
     assert sorted(errors_of(saved)) == sorted(expected)
 
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from gradwire.compress import DelayedScaling
-from gradwire.hooks.auto_hook import AutoState
 from gradwire.hooks.default_hooks import CastState
 from gradwire.hooks.powerSGD_hook import PowerSGDState
 from gradwire.hooks.quantization_hooks import QuantizationState
@@ -120,7 +119,6 @@ def test_powersgd_option_in_range_is_kept(options):
         (QuantizationState, {"wire_format": "int8"}, "Did you mean wire='int8'?"),
         (CastState, {"acumulate": "fp32"}, "Did you mean accumulate='fp32'?"),
         (ScaledCastState, {"bits": 16}, "Expected process_group, dtype, margin, growth, backoff."),
-        (AutoState, {"gain": 1.1}, "Did you mean min_gain=1.1?"),
     ],
 )
 def test_unknown_option_raises_with_the_closest_option(state, argument, hint):

@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import gradwire.sharded
-from gradwire.hooks.auto_hook import AutoState
 from gradwire.hooks.quantization_hooks import QuantizationState
 from gradwire.integrations import attach
 from gradwire.integrations._checkpoint import load_shards
@@ -268,16 +267,6 @@ def test_lightning_checkpoint_in_one_file_cannot_hold_sharded_errors():
     with pytest.raises(ValueError, match="save_distributed_checkpoint is False, but the error memory is sharded"):
         GradwireModelParallelStrategy(save_distributed_checkpoint=False, **compression("fsdp"))
     GradwireModelParallelStrategy(save_distributed_checkpoint=False, within="bf16")  # without errors
-
-
-def test_state_that_fits_one_mesh_only_is_refused_before_training(world_of_one):
-    pytest.importorskip("accelerate", reason="needs the extra 'accelerate': make test-integrations")
-    from gradwire.integrations import accelerate
-
-    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
-    model = fully_shard(task.new_net(), mesh=mesh)
-    with pytest.raises(NotImplementedError, match="AutoState cannot be loaded with another number of shards"):
-        accelerate.attach(None, model, AutoState(None))
 
 
 def test_fsdp1_is_refused(world_of_one):

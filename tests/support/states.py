@@ -3,7 +3,6 @@
 import torch
 import torch.distributed as dist
 
-from gradwire.hooks.auto_hook import AutoState, auto_hook
 from gradwire.hooks.powerSGD_hook import batched_powerSGD_hook
 from gradwire.testing._laws import errors_of
 from tests.support.training import HOOKS, SMALL, WRAPPERS, build, register
@@ -13,7 +12,7 @@ START = 2  # the first compressed step of every state with error feedback
 
 # Hooks with error memory; a wrapper's state is that of its hook.
 _MEMORY = {hook: getattr(HOOKS[hook](None)[0], "memory", {}) for hook in HOOKS if "_of_" not in hook}
-FEEDBACK = (*(hook for hook, memory in _MEMORY.items() if "errors" in memory), "batched_powersgd", "auto")
+FEEDBACK = (*(hook for hook, memory in _MEMORY.items() if "errors" in memory), "batched_powersgd")
 STATES = (*FEEDBACK, "scaled_fp16")
 
 
@@ -21,10 +20,6 @@ def make(kind, module, group=None):
     """A new state of that kind for a model, and its hook."""
     if kind == "batched_powersgd":
         return HOOKS["powersgd"](group)[0], batched_powerSGD_hook
-    if kind == "auto":  # every other pair of parameters takes another method with error feedback
-        names = [name for name, _ in module.named_parameters()]
-        plan = {name: ("int4", "powersgd-r1")[i // 2 % 2] for i, name in enumerate(names)}
-        return AutoState(group, plan=plan), auto_hook
     return HOOKS[kind](group)
 
 

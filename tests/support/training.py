@@ -15,7 +15,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_h
 import gradwire
 from gradwire.comm import connections_of
 from gradwire.hooks import (
-    auto_hook,
     debugging_hooks,
     default_hooks,
     powerSGD_hook,
@@ -95,10 +94,6 @@ def _of_registry():
 
 HOOKS |= _of_registry()
 NOOP = {"noop": lambda group: (None, debugging_hooks.noop_hook)}
-# Plain for two steps, measures for four, and chooses.
-AUTO = {
-    "auto": lambda group: (auto_hook.AutoState(group, candidates=("plain", "int4"), repeats=1), auto_hook.auto_hook)
-}
 
 
 def _gloo_of_one_thread(store, rank, size, timeout):
@@ -121,7 +116,7 @@ def one_thread_group():
 
 def register(model, hook, group=None):
     """Register the hook of that name in `HOOKS`, or a pair of state and hook; returns the state."""
-    state, function = (HOOKS | NOOP | AUTO)[hook](group) if isinstance(hook, str) else hook
+    state, function = (HOOKS | NOOP)[hook](group) if isinstance(hook, str) else hook
     if isinstance(model, gradwire.DistributedDataParallel):
         model.register_comm_hook(state, function)
     else:
