@@ -188,15 +188,13 @@ class Quantization:
     Attributes:
         block_size: elements that share a scale: a power of two from 32 to 1024.
         error_dtype: dtype of the error memories, torch.float32 or torch.bfloat16; None: no error feedback.
-        stochastic_rounding: whether to round to one of the two nearest codes at random.
-        seed: seed of the random numbers, equal on all ranks.
+        seed: seed of the random numbers that round an error memory in bf16, equal on all ranks.
         local_size: number of consecutive ranks that share a node, a divisor of the world size; see
             `gradwire.compress.nodes`. 1: the ranks are not on nodes, or their links inside a node do not matter.
     """
 
     block_size: int = 64
     error_dtype: torch.dtype | None = torch.float32
-    stochastic_rounding: bool = False
     seed: int = 0
     local_size: int = 1
 
@@ -255,7 +253,7 @@ class QuantizedMessage:
         iteration: int = 0,
     ) -> None:
         names = names if names is not None else [str(i) for i in range(len(layouts))]
-        self._rank, self._stochastic = transport.rank, options.stochastic_rounding
+        self._rank = transport.rank
         self.counter = torch.full((1,), iteration, dtype=torch.int64, device=layouts[0].device)
         self._members, groups = sections_by_format(layouts, formats, names, options)
         # The transport chooses the number of pieces by the size of an unsplit message.
@@ -282,7 +280,7 @@ class QuantizedMessage:
 
         Skipped while a CUDA graph is captured, because every replay would set the same number.
         """
-        is_random = self._stochastic or (self.errors is not None and self.errors.dtype == torch.bfloat16)
+        is_random = self.errors is not None and self.errors.dtype == torch.bfloat16
         if is_random and not is_capturing(self.counter.device):
             self.counter.fill_(iteration)
 
@@ -325,8 +323,8 @@ class QuantizedMessage:
             received.view(layout.message_shape),
             result,
             pending,
-            Rounding(self.counter, self._rank, self._stochastic),
-            Rounding(self.counter, SECOND_SHOT_SALT, self._stochastic),
+            Rounding(self.counter, self._rank),
+            Rounding(self.counter, SECOND_SHOT_SALT),
         )
 
 

@@ -62,7 +62,7 @@ async def quantized_reduce_scatter(
     message, received, *sums = workspace.wires(*bucket.wires)
     message, received = message.view(layout.message_shape), received.view(layout.message_shape)
     pending = sums.pop() if errors is not None else None
-    rounding = Rounding(bucket.counter.fill_(iteration), transport.rank, bucket.is_stochastic)
+    rounding = Rounding(bucket.counter.fill_(iteration), transport.rank)
     no_errors = [None] * len(layout.sections)
     sections = zip(
         bucket.segments(gradients),
@@ -114,7 +114,6 @@ class ScatterBucket:
         options: Quantization,
     ) -> None:
         self.world_size, self.shard_numel = transport.world_size, sum(lengths)
-        self.is_stochastic = options.stochastic_rounding
         self.counter = torch.zeros(1, dtype=torch.int64, device=device)
         self._runs: dict[WireFormat, list[tuple[int, int]]] = {}  # start and stop in a shard
         self._places: dict[str, tuple[int, int, int]] = {}  # section, start in a shard's blocks of it, and length

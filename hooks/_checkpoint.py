@@ -7,6 +7,7 @@ expectation.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from datetime import timedelta
+from inspect import signature
 from typing import Any, ClassVar, Protocol, get_args
 
 import torch
@@ -425,7 +426,8 @@ class Checkpointed(DeclaredMemory):
         return {"options": option_values(self.options), "memory": memory, "loaded": self._loaded}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(None, **state["options"])  # type: ignore[misc]
+        known = signature(type(self)).parameters  # pickles of earlier versions may have others
+        self.__init__(None, **{name: value for name, value in state["options"].items() if name in known})  # type: ignore[misc]
         memory, loaded = state["memory"], state.get("loaded", {})  # pickles of earlier versions may lack "loaded"
         if "iter" in state:  # and have the step count here
             memory = {"iter": state["iter"], **memory}

@@ -62,15 +62,13 @@ class BlockOptions(WirePolicy):
 
     block_size: int = 64
     use_error_feedback: bool = True
-    stochastic_rounding: bool = False
     error_dtype: torch.dtype = torch.float32
     seed: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_block_size("block_size", self.block_size)
-        for name in ("use_error_feedback", "stochastic_rounding"):
-            check_flag(name, getattr(self, name))
+        check_flag("use_error_feedback", self.use_error_feedback)
         if self.error_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"error_dtype is {self.error_dtype}; expected torch.float32 or torch.bfloat16.")
         check_whole_number("seed", self.seed, "a whole number")
@@ -80,7 +78,6 @@ class BlockOptions(WirePolicy):
         return Quantization(
             block_size=self.block_size,
             error_dtype=self.error_dtype if self.use_error_feedback else None,
-            stochastic_rounding=self.stochastic_rounding,
             seed=self.seed,
             local_size=local_size,
         )
@@ -180,12 +177,9 @@ class QuantizationState(HookState):
             precedence over ``exempt``. For layers that need more accuracy than others, such as
             ``{"*.embedding.weight": "int8", "head.*": "bf16"}``. "fp32" sends a parameter
             uncompressed.
-        stochastic_rounding: whether to round randomly to one of the two nearest codes, so that every
-            element is correct in expectation. Worth trying without error feedback; with it, rounding
-            to nearest is more accurate.
         error_dtype: torch.float32, or torch.bfloat16, which halves the error memory and is rounded
             stochastically, without bias.
-        seed: seed of the random numbers, equal on all ranks.
+        seed: seed of the random numbers for ``error_dtype=torch.bfloat16``, equal on all ranks.
         local_size: number of ranks on each node. Ranks of a node add up their gradients in fp32, and only the sums are
             quantized and sent to other nodes; the error memory is 1 / ``local_size`` as large. "auto" finds nodes by
             their host names; if nodes differ in size, or ranks of a node are not consecutive, it is 1. 1 quantizes
@@ -223,7 +217,6 @@ class QuantizationState(HookState):
         start_iter: int = 2,
         exempt: Sequence[str] = DEFAULT_EXEMPT,
         wires: Mapping[str, str] | None = None,
-        stochastic_rounding: bool = False,
         error_dtype: torch.dtype = torch.float32,
         seed: int = 0,
         local_size: int | str = "auto",

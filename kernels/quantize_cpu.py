@@ -5,7 +5,7 @@ codes is added to the byte. Unpacking moves each plane to the top of its byte, e
 conversion from int8 extends its sign; the factor 2^(8 - bits) is divided out with the scale. All products are exact, so
 fused multiply-adds, which vectorized loops contain and others do not, change nothing.
 
-Other cases call the reference, run by run: fp8, stochastic rounding, an error memory in bf16, means of partial blocks,
+Other cases call the reference, run by run: fp8, an error memory in bf16, means of partial blocks,
 and elements that are not finite or too large for their scale.
 """
 
@@ -69,8 +69,7 @@ def _encode(
 ) -> bool:
     """Encode consecutive blocks, and write what encoding lost to ``pending``. Whether all elements are finite."""
     wire, table, last_block = section.format, section.table, first_block + values.shape[0]
-    is_stochastic = rounding is not None and rounding.stochastic
-    if not is_stochastic and (pending is None or pending.dtype == torch.float32):
+    if pending is None or pending.dtype == torch.float32:
         if scales is None:
             is_done = _encode_floats(wire, scratch, values, payload, pending)
         elif wire.is_integer:

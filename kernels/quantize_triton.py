@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gradwire.kernels.block_table import ALIGN_BYTES, Section
-from gradwire.kernels.common_triton import kernel, load_chunk, random_bits_triton, triton_dtype
+from gradwire.kernels.common_triton import kernel, load_chunk, triton_dtype
 from gradwire.kernels.dispatch import next_power_of_2
 from gradwire.kernels.segment_table import CHUNK_NUMEL
 from gradwire.kernels.wire_formats import Rounding
@@ -56,13 +56,11 @@ def _quantize_tiles(
     remaining,  # int32
     start,
     multiplier,
-    key,
     error_key,
     step,
     SOURCE: tl.constexpr,
     ERROR: tl.constexpr,
     FORMAT: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     FULL: tl.constexpr,
@@ -83,12 +81,11 @@ def _quantize_tiles(
         values = load_tile(source_ptr + offs, counts, FORMAT.planes, FULL).to(tl.float32) * multiplier
         if ERROR is not None:
             values += load_errors(errors + first * ERROR_ITEM, mask, ERROR, BLOCK, FORMAT.planes, N, FULL)
-        index = start + first + rows[:, None] * BLOCK + elements(BLOCK, FORMAT.planes)  # [N, BLOCK]
-        random = random_bits_triton(key, step, index) if STOCHASTIC else index
-        scale, encoded, decoded = encode_blocks(values, counts, random, FORMAT, STOCHASTIC, FULL)
+        scale, encoded, decoded = encode_blocks(values, counts, FORMAT, FULL)
         scales, payload, slots = locate_blocks(first_block + first // BLOCK, N, FULL, *place)
         store_blocks(scales, payload, slots, mask, scale, encoded, FORMAT, BLOCK, FULL)
         if ERROR is not None:
+            index = start + first + rows[:, None] * BLOCK + elements(BLOCK, FORMAT.planes)  # [N, BLOCK]
             error, numbers = values - decoded, (error_key, step, index)
             address = pending + first * ERROR_ITEM
             store_errors(address, error, counts, mask, *numbers, ERROR, FORMAT.planes, FULL)
@@ -99,7 +96,7 @@ def _quantize_tiles(
 def _quantize_kernel(
     table_ptr,  # [4 S + 2 C] int64: the packed table of `BlockTable.segments`
     errors_ptr,  # [numel] fp32 or bf16; None: no error feedback
-    step_ptr,  # [1] int64; None: nothing is rounded stochastically
+    step_ptr,  # [1] int64; None: the errors are not rounded
     message_ptr,  # [pieces, n, cell_bytes] uint8
     pending_ptr,  # [numel], like errors
     n_segments,
@@ -109,11 +106,9 @@ def _quantize_kernel(
     scales_unit,
     payload_unit,
     scale: tl.float64,
-    salt: tl.int64,
     error_salt: tl.int64,
     SOURCE: tl.constexpr,
     FORMAT: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
     TILE: tl.constexpr,
@@ -127,9 +122,7 @@ def _quantize_kernel(
     first_block += start // BLOCK
     step = start if step_ptr is None else tl.load(step_ptr)
     place = (message_ptr.to(tl.int64), blocks_per_cell, cell_units, scales_unit, payload_unit)
-    key_salted, error_key = key + salt, key + error_salt
-    multiplier = tl.full((), scale, tl.float32)
-    numbers = (start, multiplier, key_salted, error_key, step)
+    numbers = (start, tl.full((), scale, tl.float32), key + error_salt, step)
     # Pointers are passed as integers: AMD's compiler loses the alignment of offsets from an argument below 2 GiB.
     ERROR: tl.constexpr = None if errors_ptr is None else errors_ptr.dtype.element_ty
     errors = source if errors_ptr is None else (errors_ptr + first_block * BLOCK).to(tl.int64)
@@ -138,9 +131,9 @@ def _quantize_kernel(
     # A mask that depends on the table makes accesses scalar, so full aligned chunks have their own branch. Scalar
     # accesses take many registers, so the other branch works on smaller tiles.
     if (remaining == CHUNK) & (source % 16 == 0) & (blocks_per_cell >= TILE // BLOCK):
-        _quantize_tiles(*tensors, CHUNK, *numbers, SOURCE, ERROR, FORMAT, STOCHASTIC, BLOCK, TILE, True)
+        _quantize_tiles(*tensors, CHUNK, *numbers, SOURCE, ERROR, FORMAT, BLOCK, TILE, True)
     else:
-        _quantize_tiles(*tensors, remaining, *numbers, SOURCE, ERROR, FORMAT, STOCHASTIC, BLOCK, TAIL, False)
+        _quantize_tiles(*tensors, remaining, *numbers, SOURCE, ERROR, FORMAT, BLOCK, TAIL, False)
 
 
 @triton.jit
@@ -220,7 +213,7 @@ def _reduce_kernel(
     layout_ptr,  # [3, S] int64: `BlockTable.layout`
     segments_ptr,  # [n_blocks] int32: `BlockTable.block_segments`
     errors_ptr,  # [pieces * blocks_per_cell * BLOCK] fp32 or bf16; None: no error feedback
-    step_ptr,  # [1] int64; None: nothing is rounded stochastically
+    step_ptr,  # [1] int64; None: the errors are not rounded
     result_ptr,  # [pieces, cell_bytes] uint8
     pending_ptr,  # like errors
     n_segments,
@@ -232,10 +225,8 @@ def _reduce_kernel(
     cell_units,
     scales_unit,
     payload_unit,
-    salt: tl.int64,
     error_salt: tl.int64,
     FORMAT: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
     PEERS: tl.constexpr,
@@ -261,8 +252,7 @@ def _reduce_kernel(
         total += load_errors((errors_ptr + errors_at).to(tl.int64), has_room, ERROR, BLOCK, FORMAT.planes, N, False)
     total = tl.where(columns < counts[:, None], total, 0.0)
 
-    random = random_bits_triton(keys + salt, step, index) if STOCHASTIC else index
-    scale, encoded, decoded = encode_blocks(total, counts, random, FORMAT, STOCHASTIC, False)
+    scale, encoded, decoded = encode_blocks(total, counts, FORMAT, False)
     result = result_ptr.to(tl.int64) + piece.to(tl.int64) * unit_bytes(cell_units)
     scales, payload = result + unit_bytes(scales_unit), result + unit_bytes(payload_unit)
     store_blocks(scales, payload, slots, exists, scale, encoded, FORMAT, BLOCK, False)
@@ -356,13 +346,10 @@ def _place(section: Section, message: Tensor) -> dict[str, int]:
 
 def _randomness(rounding: Rounding | None, pending: Tensor | None) -> dict[str, Any]:
     """The arguments of the random numbers. A kernel that needs none is compiled without a step."""
-    is_stochastic = rounding is not None and rounding.stochastic
-    is_needed = is_stochastic or (pending is not None and pending.dtype == torch.bfloat16)
+    is_needed = pending is not None and pending.dtype == torch.bfloat16
     return {
         "step_ptr": rounding.step if rounding is not None and is_needed else None,
-        "salt": 0 if rounding is None else rounding.salt,
         "error_salt": 0 if rounding is None else rounding.error_salt,
-        "STOCHASTIC": is_stochastic,
     }
 
 

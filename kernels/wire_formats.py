@@ -163,23 +163,22 @@ WIRE_FORMATS = {
 
 @dataclass(frozen=True, eq=False)
 class Rounding:
-    """The random numbers of a launch. An element's number depends on its tensor's key + salt, the step, and its index.
+    """The random numbers with which a launch rounds an error memory in bf16.
 
-    The index is the element's place in the memory order of its tensor, so the numbers do not depend on the bucket.
+    An element's number depends on its tensor's key + salt, the step, and its index: its place in the memory order of
+    its tensor. So the numbers do not depend on the bucket.
 
     Attributes:
         step: int64, one element, on the device: the number of the step. Kernels read it on the device.
         salt: a signed 64-bit number that tells apart uses with the same keys, such as the two shots, or ranks.
-        stochastic: whether the payload is rounded stochastically. An error memory in bf16 always is.
     """
 
     step: Tensor
     salt: int = 0
-    stochastic: bool = False
 
     @property
     def error_salt(self) -> int:
-        """The salt for the rounding of the error memory: signed, 64 bits."""
+        """The salt that kernels add to keys: signed, 64 bits."""
         return (self.salt + ERROR_SALT + 2**63) % 2**64 - 2**63
 
 
@@ -214,21 +213,20 @@ def block_scales(blocks: Tensor, counts: Tensor, wire: WireFormat) -> Tensor:
     return torch.where(largest.isfinite(), round_scale(largest, quotient, wire), torch.nan)
 
 
-def encode(blocks: Tensor, counts: Tensor, wire: WireFormat, draws: Tensor | None) -> tuple[Tensor | None, Tensor]:
+def encode(blocks: Tensor, counts: Tensor, wire: WireFormat) -> tuple[Tensor | None, Tensor]:
     """Encode blocks in plain PyTorch.
 
     Args:
         blocks: [n, block_size], fp32. Missing elements are 0.
         counts: [n], int64: the number of elements of each block that are not missing.
         wire: the format.
-        draws: [n, block_size], int64: 24 random bits for each element; None: round to nearest even.
 
     Returns:
         The scales, [n, 1] in bf16 (None if the format has none), and the payload, [n, payload bytes] in uint8.
     """
     if not wire.is_scaled:
         assert wire.dtype is not None
-        return None, _encode_float(blocks, wire.dtype, draws).view(torch.uint8)
+        return None, _encode_float(blocks, wire.dtype).view(torch.uint8)
     scales = block_scales(blocks, counts, wire)
     valid = torch.where(scales.isnan(), 0.0, blocks)  # the scale alone carries the NaN: codes have none
     inverse = torch.where(scales > 0, scales.reciprocal(), 0.0)
@@ -236,16 +234,12 @@ def encode(blocks: Tensor, counts: Tensor, wire: WireFormat, draws: Tensor | Non
     if wire.bits == 1:
         payload = pack((valid >= 0).to(torch.uint8), 1)
     elif wire.dtype is not None:
-        payload = _encode_float(scaled, wire.dtype, draws).view(torch.uint8)
+        payload = _encode_float(scaled, wire.dtype).view(torch.uint8)
     elif wire.is_odd:
-        if draws is None:
-            codes = (scaled * 0.5).floor() + wire.offset  # 2 floor(y / 2) + 1 is the odd number nearest to y
-        else:
-            codes = round_stochastically((scaled + wire.levels) * 0.5, draws)
+        codes = (scaled * 0.5).floor() + wire.offset  # 2 floor(y / 2) + 1 is the odd number nearest to y
         payload = pack(codes.to(torch.uint8), wire.bits)
     else:
-        rounded = scaled.round() if draws is None else round_stochastically(scaled, draws)
-        payload = pack(rounded.to(torch.int32) + wire.offset, wire.bits)
+        payload = pack(scaled.round().to(torch.int32) + wire.offset, wire.bits)
     # By their bits: the conversion of NaN to bf16 differs between devices.
     return (scales.view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16), payload
 
@@ -264,20 +258,15 @@ def encode_with_errors(
     values: Tensor, blocks: Blocks, wire: WireFormat, pending: Tensor | None, rounding: Rounding | None
 ) -> tuple[Tensor | None, Tensor]:
     """`encode` blocks, [n, block_size], and write their errors to ``pending``."""
-
-    def draws(salt: int) -> Tensor:
-        assert rounding is not None
-        return random_bits(blocks.keys.unsqueeze(1) + salt, rounding.step, blocks.starts.unsqueeze(1) + columns)
-
-    columns = torch.arange(values.shape[1], device=values.device)
-    is_stochastic = rounding is not None and rounding.stochastic
-    scales, payload = encode(values, blocks.counts, wire, draws(rounding.salt) if rounding and is_stochastic else None)
+    scales, payload = encode(values, blocks.counts, wire)
     if pending is not None:
+        columns = torch.arange(values.shape[1], device=values.device)
         error = values - decode(scales, payload, wire)
         error = torch.where(columns < blocks.counts.unsqueeze(1), error, 0.0) + 0.0  # -0 becomes 0: codes have no -0
         if pending.dtype == torch.bfloat16:
             assert rounding is not None
-            error = round_to_bf16(error, draws(rounding.error_salt))
+            keys = blocks.keys.unsqueeze(1) + rounding.error_salt
+            error = round_to_bf16(error, random_bits(keys, rounding.step, blocks.starts.unsqueeze(1) + columns))
         pending.copy_(error.view_as(pending))
     return scales, payload
 
@@ -297,12 +286,6 @@ def unpack(payload: Tensor, bits: int) -> Tensor:
     return ((payload.to(torch.int32).unsqueeze(1) >> shifts) & ((1 << bits) - 1)).flatten(1)
 
 
-def round_stochastically(y: Tensor, draws: Tensor) -> Tensor:
-    """Round fp32 numbers to one of the two integers around them, by 24 random bits for each."""
-    below = y.floor()
-    return below + (draws.to(torch.float32) * 2.0**-24 < y - below)
-
-
 def round_to_bf16(x: Tensor, draws: Tensor) -> Tensor:
     """Round fp32 numbers stochastically to bf16, by 24 random bits for each. Finite numbers stay finite."""
     bits = (x.view(torch.int32) + (draws >> 8).to(torch.int32)) & -0x10000
@@ -310,24 +293,9 @@ def round_to_bf16(x: Tensor, draws: Tensor) -> Tensor:
     return torch.where(x.isfinite(), rounded, x).to(torch.bfloat16)
 
 
-# Of the formats narrower in range than fp32: the bits of the mantissa, and the exponent of the smallest normal number.
-GRIDS = {torch.float8_e4m3fn: (3, -6), torch.float16: (10, -14)}
-
-
-def _encode_float(x: Tensor, dtype: torch.dtype, draws: Tensor | None) -> Tensor:
-    """Round fp32 numbers to another floating-point dtype. Finite numbers stay finite."""
+def _encode_float(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round fp32 numbers to another floating-point dtype, to nearest even. Finite numbers stay finite."""
     if dtype == torch.float32:
         return x.contiguous()
     largest = torch.finfo(dtype).max
-    if draws is None:
-        return torch.where(x.isfinite(), x.clamp(-largest, largest), x).to(dtype)
-    if dtype == torch.bfloat16:
-        return round_to_bf16(x, draws)
-    mantissa, min_exponent = GRIDS[dtype]
-    magnitude = x.abs().clamp(max=largest)
-    exponent = ((magnitude.view(torch.int32) >> 23) - 127).clamp(min=min_exponent)
-    # The distance of neighbors on the grid, a power of two, and its inverse, from their bits.
-    step = ((exponent - mantissa + 127) << 23).view(torch.float32)
-    inverse = ((mantissa - exponent + 127) << 23).view(torch.float32)
-    rounded = (round_stochastically(magnitude * inverse, draws) * step).clamp(max=largest)
-    return torch.where(x.isfinite(), torch.copysign(rounded, x), x).to(dtype)
+    return torch.where(x.isfinite(), x.clamp(-largest, largest), x).to(dtype)

@@ -25,15 +25,9 @@ def unit_bytes(units):
 
 
 @triton.jit
-def _round(y, random, STOCHASTIC: tl.constexpr):
-    """Round to an integer, stochastically or to nearest even. Magnitudes are below 2^22."""
-    if STOCHASTIC:
-        below = tl.floor(y)
-        u = random.to(tl.float32) * 5.9604644775390625e-08  # 24 bits, in [0, 1)
-        rounded = tl.where(u < y - below, below + 1.0, below)
-    else:
-        rounded = (y + 12582912.0) - 12582912.0  # 1.5 * 2^23: fp32 holds only integers there
-    return rounded
+def _round(y):
+    """Round to an integer, to nearest even. Magnitudes are below 2^22."""
+    return (y + 12582912.0) - 12582912.0  # 1.5 * 2^23: fp32 holds only integers there
 
 
 @triton.jit
@@ -51,42 +45,32 @@ def _round_to_bf16(x, random):
 
 
 @triton.jit
-def _round_to_grid(x, random, MANTISSA: tl.constexpr, MIN_EXPONENT: tl.constexpr, MAX, STOCHASTIC: tl.constexpr):
-    """The magnitude of ``x``, rounded to a floating-point format of less range than fp32, in fp32."""
-    magnitude = tl.minimum(tl.abs(x), MAX)
-    exponent = tl.maximum((magnitude.to(tl.int32, bitcast=True) >> 23) - 127, MIN_EXPONENT)
-    # The distance of neighbors on the grid, a power of two, and its inverse, from their bits.
-    step = ((exponent - MANTISSA + 127) << 23).to(tl.float32, bitcast=True)
-    inverse = ((MANTISSA - exponent + 127) << 23).to(tl.float32, bitcast=True)
-    return tl.minimum(_round(magnitude * inverse, random, STOCHASTIC) * step, MAX)
-
-
-@triton.jit
 def _with_sign(magnitude, bits):
     """``magnitude`` with the top bit of ``bits``, int32, as its sign. Zeros keep it; ``-x`` would be 0 - x."""
     return (magnitude.to(tl.int32, bitcast=True) | (bits & -2147483648)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _to_float(x, random, FORMAT: tl.constexpr, STOCHASTIC: tl.constexpr):
+def _to_float(x, FORMAT: tl.constexpr):
     """Round to the dtype of a format without scales. Finite numbers saturate; inf and NaN pass through."""
     if FORMAT.bits == 32:
         y = x
     elif FORMAT.is_bf16:
-        y = _round_to_bf16(x, random) if STOCHASTIC else _clamp(x, 3.3895313892515355e38).to(tl.bfloat16)
-    elif STOCHASTIC:
-        rounded = _round_to_grid(x, random, 10, -14, 65504.0, True)
-        signed = _with_sign(rounded, x.to(tl.int32, bitcast=True))
-        y = tl.where(tl.abs(x) < float("inf"), signed, x).to(tl.float16)
+        y = _clamp(x, 3.3895313892515355e38).to(tl.bfloat16)
     else:
         y = _clamp(x, 65504.0).to(tl.float16)
     return y
 
 
 @triton.jit
-def _to_e4m3(x, random, STOCHASTIC: tl.constexpr):
-    """The bits of finite numbers in e4m3fn, in int32."""
-    magnitude = _round_to_grid(x, random, 3, -6, 448.0, STOCHASTIC)
+def _to_e4m3(x):
+    """The bits of finite numbers in e4m3fn, rounded to nearest even, in int32."""
+    magnitude = tl.minimum(tl.abs(x), 448.0)
+    exponent = tl.maximum((magnitude.to(tl.int32, bitcast=True) >> 23) - 127, -6)
+    # The distance of neighbors on the grid, a power of two, and its inverse, from their bits.
+    step = ((exponent - 3 + 127) << 23).to(tl.float32, bitcast=True)
+    inverse = ((3 - exponent + 127) << 23).to(tl.float32, bitcast=True)
+    magnitude = tl.minimum(_round(magnitude * inverse) * step, 448.0)
     normal = (magnitude.to(tl.int32, bitcast=True) >> 20) - (120 << 3)  # exponent bias 7 instead of 127
     subnormal = (magnitude * 512.0).to(tl.int32)
     sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
@@ -216,15 +200,13 @@ def _unpack(payload, BITS: tl.constexpr, STRIDE: tl.constexpr = 1):
 def encode_blocks(
     values,  # [N, BLOCK]
     counts,  # [N] int32
-    random,  # [N, BLOCK] uint64: 24 bits; not read unless STOCHASTIC
     FORMAT: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
     FULL: tl.constexpr,
 ):
     """Encode blocks: scales, [N] (0 without scales), payload, [N, elements], and what they decode to, [N, BLOCK]."""
     if FORMAT.levels == 0:
         scale = tl.zeros((values.shape[0],), tl.float32)
-        payload = _to_float(values, random, FORMAT, STOCHASTIC)
+        payload = _to_float(values, FORMAT)
         decoded = payload.to(tl.float32)
     else:
         scale = _block_scales(values, counts, FORMAT, FULL)
@@ -241,20 +223,17 @@ def encode_blocks(
             scaled = tl.minimum(tl.maximum(valid * inverse[:, None], -limit), limit)
             if FORMAT.is_odd:
                 # 2 floor(y / 2) + 1 is the odd number nearest to y.
-                if STOCHASTIC:
-                    code = _round((scaled + limit) * 0.5, random, True)
-                else:
-                    half = scaled * 0.5
-                    # Not `tl.floor`, which on NVIDIA takes a negative subnormal number for 0.
-                    truncated = half.to(tl.int32).to(tl.float32)
-                    code = truncated - tl.where(truncated > half, 1.0, 0.0) + FORMAT.offset * 1.0
+                half = scaled * 0.5
+                # Not `tl.floor`, which on NVIDIA takes a negative subnormal number for 0.
+                truncated = half.to(tl.int32).to(tl.float32)
+                code = truncated - tl.where(truncated > half, 1.0, 0.0) + FORMAT.offset * 1.0
                 codes = code.to(tl.int32)
                 q = 2.0 * code - limit
             elif FORMAT.is_integer:
-                q = _round(scaled, random, STOCHASTIC)
+                q = _round(scaled)
                 codes = q.to(tl.int32) + FORMAT.offset
             else:
-                codes = _to_e4m3(scaled, random, STOCHASTIC)
+                codes = _to_e4m3(scaled)
                 q = _from_e4m3(codes)
         payload = _pack(codes, FORMAT.bits).to(tl.uint8)
         decoded = q * scale[:, None]

@@ -26,7 +26,7 @@ class ReduceScatterOptions(BlockOptions):
     """How `attach` quantizes the reduce-scatter of FSDP2 with ``within``.
 
     Args:
-        wire, block_size, exempt, wires, stochastic_rounding, seed: as in `QuantizationState`.
+        wire, block_size, exempt, wires, seed: as in `QuantizationState`.
         use_error_feedback: whether to add the rounding error to the next gradient. The errors take one value of
             ``error_dtype`` per element of the *unsharded* model on every rank: with bf16 and n shards, n / 2 times the
             memory of a shard of fp32 parameters.

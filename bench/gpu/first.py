@@ -84,7 +84,7 @@ FIRST: dict[str, LaneCase] = {
         "orthogonalize, rank 32",
         "warm start, rank 4",
         "quantize float32 to int4, errors in float32, unaligned",
-        "quantize float32 to int8, errors in bfloat16, stochastic",
+        "quantize float32 to int8, errors in bfloat16",
         "reduce messages of 64 ranks, int4",
         "no hook: PyTorch's gradients",
         "scaled-fp16: equal bits on both DDPs",

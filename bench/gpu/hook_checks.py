@@ -79,7 +79,7 @@ HOOKS: dict[str, Callable[[], StateAndHook]] = {
     "fp16 of allreduce": lambda: (None, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)),
     "scaled-bf16": lambda: (ScaledCastState(dtype=torch.bfloat16), scaled_cast_hook),
     **{f"quantized {wire}": _quantized(wire) for wire in ("bf16", "fp16", "fp32")},
-    "int4, stochastic rounding, bf16 errors": _quantized("int4", stochastic_rounding=True, error_dtype=torch.bfloat16),
+    "int4, bf16 errors": _quantized("int4", error_dtype=torch.bfloat16),
     **{name: _powersgd(**options) for name, options in POWERSGD.items()},
     "powersgd, CUDA graphs": _powersgd(cuda_graphs=True),
     "fp16 of powersgd": _powersgd(default_hooks.fp16_compress_wrapper(powerSGD_hook)),
@@ -96,9 +96,7 @@ GRAPHED: dict[str, tuple[Callable[..., Callable[[], StateAndHook]], dict[str, An
     "powersgd, cold start": (_powersgd, {"warm_start": False}, Net),
     "powersgd, dropout": (_powersgd, {}, DropoutNet),
     "int4": (_int4, {}, Net),
-    "int4, stochastic rounding, bf16 errors": (
-        *(_int4, {"stochastic_rounding": True, "error_dtype": torch.bfloat16}, HalfNet),
-    ),
+    "int4, bf16 errors": (*(_int4, {"error_dtype": torch.bfloat16}, HalfNet),),
 }
 
 

@@ -48,7 +48,6 @@ def both_shots(
     wire: str,
     dtype: torch.dtype,
     error_dtype: torch.dtype | None,
-    stochastic: bool,
     offset: int,
     bad: bool,
     device: torch.device,
@@ -83,14 +82,14 @@ def both_shots(
         for rank, tensors in enumerate(ranks):
             message = torch.zeros(layout.message_shape, dtype=torch.uint8, device=device)
             errors, pending = errors_of(present, rank)
-            rounding = kernels.Rounding(step, rank, stochastic)
+            rounding = kernels.Rounding(step, rank)
             quantizer(tensors, section, message, scale=1 / 3, errors=errors, pending=pending, rounding=rounding)
             messages.append(message)
             memory += [pending] if pending is not None else []
         received = torch.stack([message[:, RANK] for message in messages], 1).contiguous()
         result = torch.zeros(layout.result_shape, dtype=torch.uint8, device=device)
         errors, pending = errors_of(shard_values, 9)
-        rounding = kernels.Rounding(step, -1, stochastic)
+        rounding = kernels.Rounding(step, -1)
         reducer(received, section, result, rank=RANK, errors=errors, pending=pending, rounding=rounding)
         total = torch.full_like(shard_values, torch.nan)
         adder(received, section, total, rank=RANK)
@@ -152,18 +151,17 @@ def quantization_beyond_int32(device: torch.device) -> None:
     skip_if_rehearsed(numel)
 
 
-def _label(wire: str, dtype: torch.dtype, error_dtype: torch.dtype | None, stochastic: bool, offset: int) -> str:
+def _label(wire: str, dtype: torch.dtype, error_dtype: torch.dtype | None, offset: int) -> str:
     errors = "no errors" if error_dtype is None else f"errors in {name_of(error_dtype)}"
-    rounding = ", stochastic" if stochastic else ""
-    return f"quantize {name_of(dtype)} to {wire}, {errors}{rounding}{', unaligned' if offset else ''}"
+    return f"quantize {name_of(dtype)} to {wire}, {errors}{', unaligned' if offset else ''}"
 
 
-_VARIANTS: tuple[tuple[torch.dtype, torch.dtype | None, bool, int], ...] = (
-    (torch.float32, torch.float32, False, 0),
-    (torch.float32, torch.float32, False, 1),
-    (torch.float32, torch.bfloat16, True, 0),
-    (torch.bfloat16, None, False, 0),
-    (torch.float16, torch.float32, False, 1),
+_VARIANTS: tuple[tuple[torch.dtype, torch.dtype | None, int], ...] = (
+    (torch.float32, torch.float32, 0),
+    (torch.float32, torch.float32, 1),
+    (torch.float32, torch.bfloat16, 0),
+    (torch.bfloat16, None, 0),
+    (torch.float16, torch.float32, 1),
 )
 QUANTIZATION_CHECKS: dict[str, LaneCase] = {
     **{
@@ -172,7 +170,7 @@ QUANTIZATION_CHECKS: dict[str, LaneCase] = {
         for variant in _VARIANTS
     },
     **{
-        f"quantize NaN to {wire}": partial(both_shots, wire, torch.float32, torch.float32, False, 0, True)
+        f"quantize NaN to {wire}": partial(both_shots, wire, torch.float32, torch.float32, 0, True)
         for wire in kernels.WIRE_FORMATS
     },
     **{

@@ -114,7 +114,6 @@ DIFFERENCES = {
     "wire": pair("wire", quantized, "int4", "int8"),
     "block_size": pair("block_size", quantized, 64, 128),
     "start_iter": pair("start_iter", quantized, 2, 1),
-    "stochastic_rounding": pair("stochastic_rounding", quantized, False, True),
     "steps": (power_sgd(), power_sgd(prepare=at_step_three), "iter: 0 on", "; 3 on"),
     "load": (power_sgd(), power_sgd(prepare=loaded(1.0)), "memory q: nothing on", "; 1, digest"),
     "factors": (power_sgd(prepare=loaded(1.0)), power_sgd(prepare=loaded(0.5)), "memory q: 1, digest", "; 1,"),

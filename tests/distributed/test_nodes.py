@@ -90,7 +90,7 @@ def test_nodes_must_have_equally_many_ranks(wrapper):
     "options",
     [
         {},
-        pytest.param({"wire": "int8", "stochastic_rounding": True}, marks=pytest.mark.slow),
+        pytest.param({"wire": "int8"}, marks=pytest.mark.slow),
         pytest.param({"use_error_feedback": False, "wire": "fp8_e4m3"}, marks=pytest.mark.slow),
     ],
     ids=str,

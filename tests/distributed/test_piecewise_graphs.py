@@ -137,9 +137,9 @@ VARIANTS = {
     "bucket view": {"gradient_as_bucket_view": True},
     "static graph": {"static_graph": True},
     "int4": {"hook": "quantized"},
-    "int8, stochastic": {
+    "int8, bf16 errors": {
         "hook": "quantized",
-        "options": {"wire": "int8", "stochastic_rounding": True, "error_dtype": torch.bfloat16},
+        "options": {"wire": "int8", "error_dtype": torch.bfloat16},
         "dtype": torch.float16,
     },
     "int2, no feedback": {"hook": "quantized", "options": {"wire": "int2", "use_error_feedback": False}},
@@ -181,7 +181,7 @@ def test_double_detects_an_incomplete_refresh(part):
     # The counter advances in the graph itself: it needs a refresh only where steps are skipped.
     case = {"options": {"warm_start": False}, "changes": {FIRST_REPLAY + 2: {"iter": 100}}}
     if "quant" in part:
-        case = {"hook": "quantized", "options": {"stochastic_rounding": True}}
+        case = {"hook": "quantized", "options": {"error_dtype": torch.bfloat16}}
     eager, graphs = run(cuda_graphs=False, **case), run(cuda_graphs=True, missing=part, **case)
     assert graphs.replays > graphs.captures
     assert differences(graphs.gradients, eager.gradients)

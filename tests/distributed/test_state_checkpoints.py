@@ -175,7 +175,6 @@ COPIED = {
             start_iter=0,
             exempt=["*.2.bias"],
             wires={"*.0.*": "int8"},
-            stochastic_rounding=True,
             error_dtype=torch.bfloat16,
             seed=5,
         ),
@@ -202,6 +201,15 @@ def test_pickled_or_copied_state_keeps_options_and_memory_of_its_rank(kind, wrap
         train_steps(wrapped(wrapper, hook=(other, hook)))
     first, second = from_all_ranks(memory)
     assert differences(first, second) or kind == "scaled cast", "errors are this rank's own"
+
+
+def test_pickle_of_a_state_with_an_option_that_is_gone_loads():
+    state = QuantizationState(wire="int8", block_size=32)
+    saved = state.__getstate__()
+    saved["options"]["stochastic_rounding"] = False
+    loaded = QuantizationState.__new__(QuantizationState)
+    loaded.__setstate__(saved)
+    assert loaded.options == state.options
 
 
 def own_memory(state):

@@ -49,7 +49,6 @@ BAD_OPTIONS = {
         "start_iter": [*NO_WHOLE_NUMBER, -1],
         "exempt": ["*.bias", None, 3, (3,), {"*": 1}],
         "wires": [("*", "int4"), "int4", {"*": "int3"}, {"*": None}, {3: "int4"}],
-        "stochastic_rounding": NO_FLAG,
         "error_dtype": ["float32", torch.float16, torch.float64, None, 32],
         "seed": NO_WHOLE_NUMBER,
         "cuda_graphs": NO_FLAG,

@@ -67,7 +67,6 @@ class Exchange:
     world_size: int = 2
     pieces: int = 1
     errors: torch.dtype | None = FP32
-    stochastic: bool = False
     kind: str = "normal"
     seed: int = 0
 
@@ -148,7 +147,7 @@ def exchange(case, functions, device, *, gradients=None, errors=None):
             scale=1 / case.world_size,
             errors=old,
             pending=None if pending is None else pending.window,
-            rounding=Rounding(step, rank, case.stochastic),
+            rounding=Rounding(step, rank),
         )
         for i, g in enumerate(guarded):
             g.assert_untouched(f"gradient {i}")
@@ -175,7 +174,7 @@ def exchange(case, functions, device, *, gradients=None, errors=None):
             rank=rank,
             errors=old,
             pending=None if pending is None else pending.window,
-            rounding=Rounding(step, 77, case.stochastic),
+            rounding=Rounding(step, 77),
         )
         assert torch.equal(received, before)
         result.assert_guards_untouched("the result")
@@ -255,7 +254,6 @@ def exchanges(draw, wire, dtype):
         world_size=draw(st.sampled_from((1, 2, 3, 5))),
         pieces=draw(st.sampled_from((1, 2))),
         errors=draw(st.sampled_from((None, FP32, BF16))),
-        stochastic=draw(st.booleans()),
         kind=draw(st.sampled_from(KINDS)),
         seed=draw(st.integers(0, 2**20)),
     )

@@ -20,8 +20,8 @@ JITFunction = pytest.importorskip("triton").runtime.JITFunction
 START = 2
 STATES = {
     "int4": (partial(QuantizationState, start_iter=START), quantization_hook),
-    "int8, stochastic, bf16 errors": (
-        partial(QuantizationState, wire="int8", start_iter=START, stochastic_rounding=True, error_dtype=torch.bfloat16),
+    "int8, bf16 errors": (
+        partial(QuantizationState, wire="int8", start_iter=START, error_dtype=torch.bfloat16),
         quantization_hook,
     ),
     "powersgd": (partial(PowerSGDState, start_powerSGD_iter=START, min_compression_rate=1), powerSGD_hook),

@@ -39,7 +39,7 @@ CASES = {
 
 QUANTIZED = {
     "int4": ("int4", torch.float32, Quantization()),
-    "int8, stochastic": ("int8", torch.float16, Quantization(stochastic_rounding=True, error_dtype=torch.bfloat16)),
+    "int8, bf16 errors": ("int8", torch.float16, Quantization(error_dtype=torch.bfloat16)),
 }
 
 

@@ -94,8 +94,7 @@ NEW_FORMATS = [
 @pytest.mark.parametrize("wire", NEW_FORMATS, ids=lambda wire: wire.name)
 def test_new_format_needs_no_change_of_kernels(wire, device, monkeypatch):
     monkeypatch.setitem(WIRE_FORMATS, wire.name, wire)
-    for stochastic in (False, True):
-        check(Exchange(wire.name, layouts=(Layout((1021,), (1,)), Layout((640,), (1,))), stochastic=stochastic), device)
+    check(Exchange(wire.name, layouts=(Layout((1021,), (1,)), Layout((640,), (1,)))), device)
 
 
 @pytest.mark.parametrize("block_size", [64, 1024])
@@ -286,10 +285,9 @@ def test_sent_plus_pending_is_the_value_to_the_bit(wire, kind, device):
     assert not pending[12289:].any(), "missing elements have no error"
 
 
-@pytest.mark.parametrize("stochastic", [False, True])
 @pytest.mark.parametrize("wire", FORMATS)
-def test_negative_zeros_match_reference(wire, stochastic, device):
-    case = Exchange(wire, layouts=(Layout((256,), (1,)),), world_size=1, stochastic=stochastic)
+def test_negative_zeros_match_reference(wire, device):
+    case = Exchange(wire, layouts=(Layout((256,), (1,)),), world_size=1)
     values = torch.randn(256)
     values[::2] = -0.0
     values[64:128] = -0.0
@@ -363,11 +361,10 @@ def test_flag_among_many_cells_stops_commit(flagged, device):
 
 
 @pytest.mark.parametrize("wire", FORMATS)
-@pytest.mark.parametrize("stochastic", [False, True])
-def test_codes_do_not_depend_on_the_bucket(wire, stochastic, device):
+def test_codes_do_not_depend_on_the_bucket(wire, device):
     """A parameter alone is encoded as it is among others."""
     tensors = [torch.randn(n, device=device) for n in (130, 777, 64)]
-    rounding = Rounding(torch.tensor([3], device=device), 4, stochastic)
+    rounding = Rounding(torch.tensor([3], device=device), 4)
 
     def blocks(chosen, world_size):
         table = BlockTable([tensors[i] for i in chosen], 64, [10 + i for i in chosen])

@@ -162,8 +162,8 @@ COMPILED = {
     # Two of `update_scale`: for the last bucket, and for others.
     "scaled fp16": (partial(scaled_cast, dtype=torch.float16), [*CAST, "update_scale", "update_scale"]),
     "int4": (partial(quantized, wire="int4", options=Quantization()), [*QUANTIZED, "commit_errors"]),
-    "int8, stochastic": (
-        partial(quantized, wire="int8", options=Quantization(error_dtype=torch.bfloat16, stochastic_rounding=True)),
+    "int8, bf16 errors": (
+        partial(quantized, wire="int8", options=Quantization(error_dtype=torch.bfloat16)),
         [*QUANTIZED, "commit_errors"],
     ),
     "sign, no error feedback": (
