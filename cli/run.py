@@ -33,8 +33,7 @@ from gradwire.cli import missing_packages
 from gradwire.cli.run_advise import AdviceGiven, advised, fail, is_left_alone, measured_script, reduce
 from gradwire.hooks._bucket import CommHook, GradBucket
 from gradwire.hooks.default_hooks import CastState
-from gradwire.hooks.hook_state import HookState
-from gradwire.hooks.telemetry import Observed
+from gradwire.hooks.hook_state import HookSettings, HookState
 from gradwire.kernels import WIRE_FORMATS
 from gradwire.planner.hook_registry import HOOKS, Registration
 from gradwire.planner.jobs import JobError
@@ -253,7 +252,7 @@ def _registration(hook: str, group: dist.ProcessGroup | None, start: int) -> Reg
     registration = HOOKS[hook].make(group, start)
     assert registration is not None
     state, function = registration
-    return state if isinstance(state, Observed) else CastState(group), function
+    return state if isinstance(state, HookSettings) else CastState(group), function
 
 
 @contextmanager

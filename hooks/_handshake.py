@@ -2,7 +2,7 @@
 
 Ranks with different options would sum unrelated numbers and drift apart without an error. Therefore:
 
-1. Each bucket calls `HookSettings.agree`, which returns at once if all ranks of the process group have agreed on these
+1. Each bucket calls `Handshake.agree`, which returns at once if all ranks of the process group have agreed on these
    settings for this model.
 2. Otherwise, at the first bucket of a model and after a load, a changed option or ``resynchronize()``, the ranks
    exchange a digest of settings, replicated state, layout of the bucket and version, through the process group's store.
@@ -14,12 +14,11 @@ Ranks with different options would sum unrelated numbers and drift apart without
 from __future__ import annotations
 
 import ctypes
-import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from hashlib import blake2b
-from typing import Any, cast
+from typing import TYPE_CHECKING, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -41,12 +40,13 @@ from gradwire.hooks._bucket import (
     GradwireBucket,
     bucket_device,
     bucket_dtype,
-    check_process_group,
     is_gradwire_hook,
     is_sparse,
     registered_wrappers,
 )
-from gradwire.hooks.telemetry import Observed
+
+if TYPE_CHECKING:
+    from gradwire.hooks.hook_state import HookSettings
 
 # Longest wait for the other ranks in a later handshake, or half of the process group's timeout if that is less: a
 # rank that does not join already waits in a collective, and must get the reason before its timeout. In the first
@@ -63,83 +63,32 @@ _ON_SOME_RANKS = (
     "this rank in their all-reduce: register it on every rank."
 )
 _UNCHANGED = "Nothing was sent; gradients, parameters and states are as they were."
-_PYTORCHS_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks."
-
-# Attributes of states for gradwire's own modules: neither in the API reference nor in tab completion.
-_INTERNAL_NAMES = """
-agree apply_settings begin_step bind_layouts check_counts check_loaded check_names check_shapes compares_memory
-continue_at count_step counts device_counters drop_buckets enter expect_handshake first_compressed_step folded
-follows_model has_model hook_name initialize keeps load_counts load_replicated_state make_bucket
-match_scale maybe_increase_iter merge_shards needs_names new_bucket parameter_names replicated
-replicated_state residuals revoke_agreements serves_one_model settings unmatched_pattern
-"""
 
 
-class HookSettings(Observed):
-    """The settings of a hook, which must be equal on all ranks, and the process groups that have agreed on them.
+class Handshake:
+    """The process groups that have agreed on the settings of a hook, for the models of each."""
 
-    States of hooks derive from this class; for a hook without a state, its module has an instance.
-    """
-
-    serves_one_model = False  # whether the state takes the process group of the model that it is registered for
-    follows_model = False  # whether ``process_group`` was taken from the model
-
-    def __init__(self, hook: str, process_group: dist.ProcessGroup | None = None) -> None:
-        self.hook_name = hook
-        self.process_group = process_group
+    def __init__(self) -> None:
         self._agreed: WeakKeyDictionary[dist.ProcessGroup, dict[str, _Agreement]] = WeakKeyDictionary()  # by hook
-        self._is_loaded_anew = False  # since the last handshake
+        self.is_loaded_anew = False  # whether the state was loaded since the last handshake
 
-    def __dir__(self) -> list[str]:
-        return sorted(set(super().__dir__()).difference(_INTERNAL_NAMES.split()))
-
-    @property
-    def process_group(self) -> dist.ProcessGroup | None:
-        """The ranks to average over; None for the model's."""
-        return self._process_group
-
-    @process_group.setter
-    def process_group(self, process_group: dist.ProcessGroup | None) -> None:
-        check_process_group(process_group)
-        self._process_group, self.follows_model = process_group, False
-
-    @property
-    def _group(self) -> dist.ProcessGroup:
-        return self._process_group or default_group()
-
-    def settings(self) -> dict[str, object]:
-        """The hook's name and options, as plain values. Every bucket compares them, so this must be cheap."""
-        return {"hook": self.hook_name}
-
-    def replicated(self) -> dict[str, object]:
-        """Further values that a handshake compares: counters, and digests of loaded memory."""
-        return {}
-
-    def parameter_names(self, bucket: GradBucket) -> Sequence[str]:
-        """Names of the bucket's parameters in the state; empty for a hook without memory."""
-        return ()
-
-    def apply_settings(self, settings: dict[str, object]) -> None:
-        """Apply settings that all ranks have agreed on; they may have changed since the last step."""
-
-    def has_model(self) -> bool:
-        """Whether a model is known that the state is registered on."""
-        return bool(registered_wrappers(self))
-
-    def expect_handshake(self) -> None:
+    def expect(self) -> None:
         """Request a handshake at the next bucket; call it after the state was loaded."""
-        self._is_loaded_anew = True
-        self.revoke_agreements()
+        self.is_loaded_anew = True
+        self.revoke()
 
-    def revoke_agreements(self) -> None:
+    def revoke(self) -> None:
         """Request a handshake at the next bucket of every process group."""
         for agreements in self._agreed.values():
             for agreement in agreements.values():
                 agreement.settings = None
 
-    def agree(self, bucket: GradBucket, process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-        """Compare the settings with the other ranks, once per model; returns the process group. Every hook calls it
-        first.
+    def agree(
+        self, state: HookSettings, bucket: GradBucket, process_group: dist.ProcessGroup | None
+    ) -> dist.ProcessGroup:
+        """Compare the settings of ``state`` with the other ranks, once per model; returns the process group.
+
+        Every hook calls it first.
 
         Without ``process_group``, that is the DistributedDataParallel's. PyTorch's does not name it: there it is the
         default group, which must have the same ranks. On gradwire's, a group of the same ranks is replaced by the
@@ -155,17 +104,17 @@ class HookSettings(Observed):
         elif process_group is not None and process_group is not group:
             group = _chosen_group(cast("GradwireBucket", bucket), process_group)
         if (note_use := getattr(bucket, "note_use", None)) is not None:
-            note_use(self, group)
-        own, generation, telemetry = self.settings(), connections_of(group).generation, self._telemetry
+            note_use(state, group)
+        own, generation, telemetry = state.settings(), connections_of(group).generation, state._telemetry
         settings = own if telemetry is None else {**own, **telemetry.settings()}
         agreements = self._agreed.setdefault(group, {})
-        agreement = agreements.get(self.hook_name)
+        agreement = agreements.get(state.hook_name)
         if agreement is None or agreement.generation != generation:
-            agreement = agreements[self.hook_name] = _Agreement(generation)
+            agreement = agreements[state.hook_name] = _Agreement(generation)
         again = bucket.parameters()[0] in agreement.parameters
         if again and agreement.settings == settings:
             return group
-        names = self.parameter_names(bucket)
+        names = state.parameter_names(bucket)
         if hasattr(bucket, "model_parameters"):
             parameters = bucket.model_parameters
         else:
@@ -175,8 +124,8 @@ class HookSettings(Observed):
         facts = {
             "gradwire": __version__,
             **settings,
-            "loaded since the last handshake": again and self._is_loaded_anew,
-            **self.replicated(),
+            "loaded since the last handshake": again and self.is_loaded_anew,
+            **state.replicated(),
             "names of its parameters": f"{names[0]} and so on, digest {digest(names)}" if names else "not needed",
             "bucket": f"{bucket.index()}, the last" if bucket.is_last() else bucket.index(),
             kind: f"{bucket_dtype(bucket)} on {bucket_device(bucket).type}",
@@ -186,19 +135,13 @@ class HookSettings(Observed):
         _compare(group, {name: str(fact) for name, fact in facts.items()}, again, getattr(bucket, "model_number", 0))
         # A copy: dictionaries among the options may be modified in place.
         settings = {name: dict(value) if isinstance(value, Mapping) else value for name, value in settings.items()}
-        self.apply_settings({name: settings[name] for name in own})  # measuring changes no buckets
+        state.apply_settings({name: settings[name] for name in own})  # measuring changes no buckets
         agreement.settings = settings
         agreement.parameters.update(dict.fromkeys(parameters, True))
-        self._is_loaded_anew = False
+        self.is_loaded_anew = False
         if telemetry is not None:
             telemetry.agreed()
         return group
-
-
-@functools.cache
-def settings_of(hook: str) -> HookSettings:
-    """The settings of a hook without a state."""
-    return HookSettings(hook)
 
 
 class _Agreement:
@@ -309,43 +252,6 @@ def _parameters_in_pytorchs_ddp(
     if checked and not any(ranks == set(dist.get_process_group_ranks(ddp.process_group)) for ddp in checked):
         check_same_ranks(group, checked[0].process_group, "default group" if is_default else "hook's process group")
     return list(wrappers[0].module.parameters()) if len(wrappers) == 1 else parameters
-
-
-def check_pairing(state: object, hook: Callable[..., Any]) -> None:
-    """Raise TypeError for a hook of PyTorch's with a state of gradwire's."""
-    module = getattr(hook, "__module__", None) or ""
-    if module.startswith(_PYTORCHS_HOOKS) and isinstance(state, HookSettings):
-        name, kind = getattr(hook, "__name__", "hook"), type(state)
-        raise TypeError(
-            f"{name} is from PyTorch, but its state is gradwire's {kind.__name__}, which PyTorch's hook cannot use. "
-            f"Import the hook from gradwire too: from {kind.__module__} import {name}."
-        )
-
-
-def in_group(state: Any, hook: Callable[..., Any], group: dist.ProcessGroup) -> Any:
-    """The state to call a registered hook with, which averages over the ranks of its DistributedDataParallel,
-    ``group``.
-
-    A state without a process group takes ``group``, and so does one with another group of the same ranks: all of a
-    model's connections fail and start again together. A state that may serve several models, or that a user's hook may
-    pass on to several of gradwire's, is left as it is: `HookSettings.agree` chooses the group.
-
-    Raises:
-        ValueError: the state has or is a group of other ranks.
-    """
-    is_ours, has_group = is_gradwire_hook(hook), isinstance(state, HookSettings)
-    if not has_group and not (is_ours and isinstance(state, dist.ProcessGroup)):
-        return state
-    chosen = state if not has_group else None if state.follows_model else state.process_group
-    if chosen is not None and chosen is not group and is_initialized_group(chosen):
-        if not is_ours:
-            return state
-        check_same_ranks(chosen, group, "hook's process group")
-    if not has_group:
-        return group
-    if state.serves_one_model:
-        state.process_group, state.follows_model = group, True
-    return state
 
 
 def check_same_ranks(group: dist.ProcessGroup, wrapper_group: dist.ProcessGroup, what: str) -> None:

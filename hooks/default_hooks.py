@@ -23,7 +23,7 @@ from gradwire.hooks._bucket import (
     reduce_bucket,
     zero_copy,
 )
-from gradwire.hooks._handshake import HookSettings, settings_of
+from gradwire.hooks.hook_state import HookSettings, settings_of
 from gradwire.hooks.quantization_hooks import check_local_size, quantized_reduction
 
 __all__ = [
@@ -116,7 +116,7 @@ def _cast_hook(
     def algorithm(source: Gradients, target: Gradients, transport: Transport, workspace: Workspace) -> Algorithm[None]:
         return cast_all_reduce(source, target, dtype or source.table.dtype, transport, workspace)
 
-    group, telemetry = settings.agree(bucket, process_group), settings._telemetry
+    group, telemetry = settings.handshake.agree(settings, bucket, process_group), settings._telemetry
     # All ranks measure, or none: the handshake compared it.
     if dtype is None and telemetry is None and not is_sparse(bucket) and bucket_device(bucket).type == "cpu":
         return all_reduce_on_cpu(group, bucket)

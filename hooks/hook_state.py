@@ -4,37 +4,76 @@ A state has options, memory by parameter name, and a step count. The handshake b
 world size, resynchronization after errors, pickling and telemetry follow from the declaration of its memory.
 """
 
+import atexit
 import functools
 import io
 import logging
 import operator
+import warnings
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from datetime import timedelta
+from inspect import signature
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from gradwire.comm import Algorithm, GroupTransport, IdleTransport, Transport, Workspace, executor_for, run_algorithm
+from gradwire.comm import (
+    Algorithm,
+    GroupTransport,
+    IdleTransport,
+    Transport,
+    Workspace,
+    connections_of,
+    executor_for,
+    run_algorithm,
+)
+from gradwire.comm.store_collectives import RanksMissing, named_barrier
+from gradwire.comm.torch_internals import default_group, is_initialized_group
 from gradwire.compress import Gradients, cast_all_reduce
-from gradwire.compress._validation import MAX_COUNT, check_count, check_whole_number
-from gradwire.compress.memory import Memory
+from gradwire.compress._validation import (
+    MAX_COUNT,
+    check_count,
+    check_elements,
+    check_entries,
+    check_memory_shape,
+    check_range,
+    check_whole_number,
+    checked_tensors,
+)
+from gradwire.compress.memory import BucketMemory, Memory, MemoryByName, Merge
 from gradwire.hooks._bucket import (
     GradBucket,
+    ParameterNames,
     bucket_device,
     bucket_dtype,
+    check_process_group,
     ddp_hook,
+    described,
+    is_gradwire_hook,
     is_number,
     is_sparse,
     plain_name,
     reduce_bucket,
+    registered_wrappers,
     zero_copy,
 )
-from gradwire.hooks._checkpoint import Checkpointed, option_values
-from gradwire.kernels import dispatch, gradient_layout, is_capturing
+from gradwire.hooks._handshake import Handshake, check_same_ranks, digest
+from gradwire.hooks.telemetry import Report, Telemetry
+from gradwire.kernels import (
+    SegmentTable,
+    as_real,
+    dispatch,
+    gradient_layout,
+    is_capturing,
+    layout_in_dtype,
+    memory_order,
+)
 
 __all__ = ["HookState", "Memory", "Step", "hook_for"]
 
@@ -43,8 +82,20 @@ def __dir__() -> list[str]:
     return __all__
 
 
+_PYTORCHS_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks."
+ERRORS = "errors"  # the entry with error memory
+PREPARE_TIMEOUT = timedelta(minutes=2)
+STATE_DICT_TIMEOUT = timedelta(seconds=10)  # early: a waiting rank is usually the only caller
+
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 State = TypeVar("State", bound=type)
+
+
+class Scaler(Protocol):
+    """A gradient scaler, such as ``torch.amp.GradScaler``."""
+
+    def get_scale(self) -> float:
+        """The factor by which the loss is multiplied."""
 
 
 class Step(NamedTuple):
@@ -131,7 +182,155 @@ def _compared_options(kind: type, local: frozenset[str]) -> tuple[tuple[str, ...
     return ("options", *names), operator.attrgetter("__class__.__name__", *names)
 
 
-class HookState(Checkpointed):
+# Attributes of states for gradwire's own modules: neither in the API reference nor in tab completion.
+_INTERNAL_NAMES = """
+apply_settings begin_step bind_layouts check_counts check_loaded check_names check_shapes compares_memory
+continue_at count_step counts device_counters drop_buckets enter first_compressed_step folded
+follows_model handshake has_model hook_name initialize keeps load_counts load_replicated_state make_bucket
+match_scale maybe_increase_iter merge_shards needs_names new_bucket parameter_names replicated
+replicated_state residuals serves_one_model settings unmatched_pattern
+"""
+
+
+class HookSettings:
+    """The settings of a hook, which must be equal on all ranks, and its telemetry.
+
+    States of hooks derive from this class; for a hook without a state, its module has an instance.
+
+    Attributes:
+        handshake: the process groups that have agreed on the settings.
+    """
+
+    serves_one_model = False  # whether the state takes the process group of the model that it is registered for
+    follows_model = False  # whether ``process_group`` was taken from the model
+
+    # Class attributes: they are neither pickled nor part of a checkpoint.
+    _telemetry: Telemetry | None = None
+    _step_in_progress: int | None = None  # its number, from 1; None for a state that counts no steps
+
+    def __init__(self, hook: str, process_group: dist.ProcessGroup | None = None) -> None:
+        self.hook_name = hook
+        self.process_group = process_group
+        self.handshake = Handshake()
+
+    def __dir__(self) -> list[str]:
+        return sorted(set(super().__dir__()).difference(_INTERNAL_NAMES.split()))
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The ranks to average over; None for the model's."""
+        return self._process_group
+
+    @process_group.setter
+    def process_group(self, process_group: dist.ProcessGroup | None) -> None:
+        check_process_group(process_group)
+        self._process_group, self.follows_model = process_group, False
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        return self._process_group or default_group()
+
+    def settings(self) -> dict[str, object]:
+        """The hook's name and options, as plain values. Every bucket compares them, so this must be cheap."""
+        return {"hook": self.hook_name}
+
+    def replicated(self) -> dict[str, object]:
+        """Further values that a handshake compares: counters, and digests of loaded memory."""
+        return {}
+
+    def parameter_names(self, bucket: GradBucket) -> Sequence[str]:
+        """Names of the bucket's parameters in the state; empty for a hook without memory."""
+        return ()
+
+    def apply_settings(self, settings: dict[str, object]) -> None:
+        """Apply settings that all ranks have agreed on; they may have changed since the last step."""
+
+    def has_model(self) -> bool:
+        """Whether a model is known that the state is registered on."""
+        return bool(registered_wrappers(self))
+
+    # Telemetry. See docs/telemetry.md for the metrics.
+
+    def observe(self, *, every: int = 50, exact_every: int = 0, report: Report | None = None) -> None:
+        """Measure one in ``every`` steps from now on. Call it on every rank, between the same two steps.
+
+        Measuring does not change the result of a step. It computes the norms of the result and the error memory, and
+        reads them in a later step, without waiting for the device. The last ones are read when the state is released or
+        the interpreter exits.
+
+        Args:
+            every: number of steps per measured step, at least 1.
+            exact_every: number of steps per comparison with the exact mean; 0 for no comparisons. A comparison takes an
+                uncompressed all-reduce in fp32 and two flat copies of each bucket. Must be equal on all ranks.
+            report: called with the `metrics` of each measured step, in the training thread; see `to_jsonl`,
+                `to_tensorboard` and `to_wandb`. Usually passed on one rank only. Its first exception is logged, with a
+                traceback; none ends the training.
+
+        Raises:
+            ValueError: a number of steps is out of range.
+        """
+        check_whole_number("every", every, "a whole number of steps, at least 1", 1)
+        check_whole_number("exact_every", exact_every, "a whole number of steps, at least 0", 0)
+        if self._telemetry is not None:
+            self._telemetry.close()
+        self._telemetry = Telemetry(self, every, exact_every, report)
+        # The latest function runs first: before a logger that was set up earlier ends.
+        atexit.register(_stop_at_exit, weakref.ref(self))
+
+    def stop_observing(self) -> None:
+        """Report the steps measured so far, and stop measuring. Call it on every rank, between the same two steps."""
+        if self._telemetry is not None:
+            self._warn_if_unused(self._telemetry)
+            self._telemetry.close()
+        self._telemetry = None
+
+    def metrics(self) -> dict[str, float]:
+        """The metrics of the latest measured step; empty before the first one has ended.
+
+        Warns if no model uses the state.
+
+        Raises:
+            RuntimeError: `observe` was not called.
+        """
+        telemetry = self._telemetry
+        if telemetry is None:
+            raise RuntimeError(
+                f"This {type(self).__name__} is not measured. Call state.observe() on every rank before the steps "
+                "that you want to measure."
+            )
+        self._warn_if_unused(telemetry)
+        telemetry.flush()
+        return dict(telemetry.latest)
+
+    def _warn_if_unused(self, telemetry: Telemetry) -> None:
+        if not telemetry.has_begun and not self.has_model():
+            warnings.warn(
+                f"This {type(self).__name__} is observed, but has no model, so nothing is measured. Register it on the "
+                "model: model.register_comm_hook(state, hook).",
+                stacklevel=3,
+            )
+
+    def residuals(self) -> Sequence[Tensor]:
+        """This rank's error memory, for ``residual_ratio``; empty without error feedback."""
+        return ()
+
+    def device_counters(self) -> Mapping[str, Tensor]:
+        """Further totals among the metrics, one element each."""
+        return {}
+
+
+@functools.cache
+def settings_of(hook: str) -> HookSettings:
+    """The settings of a hook without a state."""
+    return HookSettings(hook)
+
+
+def _stop_at_exit(state: weakref.ref[HookSettings]) -> None:
+    if (observed := state()) is not None:
+        observed.stop_observing()
+
+
+class HookState(HookSettings):
     """Base class of hook states: options, memory by parameter name, and a step count, for one model.
 
     A subclass declares `memory` and has an algorithm, which its hook passes to `run`. Memory named "errors" is error
@@ -159,11 +358,41 @@ class HookState(Checkpointed):
         ValueError: ``start_iter`` is not a whole number, or is negative.
     """
 
+    memory: ClassVar[Mapping[str, Memory]] = {}
     local_options: ClassVar[frozenset[str]] = frozenset()
     compiles_early: ClassVar[bool] = False
+    serves_one_model = True
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        for entry, declared in cls.memory.items() if isinstance(cls.memory, Mapping) else ():
+            if not isinstance(declared, Memory) or declared.merge not in get_args(Merge):
+                raise TypeError(
+                    f"{cls.__name__}.memory[{entry!r}] is {declared!r}; expected a Memory whose merge is one of "
+                    f"{', '.join(map(repr, get_args(Merge)))}."
+                )
+            if declared.shape is None and (declared.merge != "same" or cls.make_bucket is HookState.make_bucket):
+                # After an error, ranks may have tensors of different parameters: the others add zeros.
+                raise TypeError(
+                    f"{cls.__name__}.memory[{entry!r}] is {declared!r}; expected a shape. Declare how it follows from "
+                    "the gradient, such as shape=lambda gradient: (gradient.numel(),). Only memory with merge='same' "
+                    "may have none, in a class that overrides make_bucket."
+                )
 
     def __init__(self, hook: str, process_group: dist.ProcessGroup | None = None, options: Any = None) -> None:
-        super().__init__(hook, process_group, options)
+        super().__init__(hook, process_group)
+        parameters = getattr(type(options), "__dataclass_params__", None)
+        if options is not None and not getattr(parameters, "frozen", False):
+            raise TypeError(f"options is {options!r}; expected an instance of a frozen dataclass, or None.")
+        self.options = options
+        self._names = ParameterNames(self)
+        self._tensors: dict[str, dict[str, Tensor]] = {entry: {} for entry in self.memory}  # by parameter name
+        # Sums of a checkpoint, of which this rank takes its share in the next compressed step, by parameter name.
+        self._loaded: dict[str, dict[str, Tensor]] = {entry: {} for entry in self.memory}
+        # Memory of each bucket, by parameter names, with the dtype and ranks for which it was made.
+        self._buckets: dict[tuple[str, ...], tuple[object, Any]] = {}
+        self._scaler: Scaler | None = None
+        self._scale: float | None = None  # scale of the errors; None until `match_scale` reads it
         self._iter = 0
         self._start = self.first_compressed_step
         self._latest_index: int | None = None  # index of the latest bucket
@@ -173,6 +402,10 @@ class HookState(Checkpointed):
         self._has_announced_start = False
         self._first_step: int | None = None  # of this object, whose buckets DDP will rebuild
         self._compiled: set[object] = set()  # names and dtypes of the buckets whose kernels are compiled
+        self._is_loaded = False  # whether the memory is from a checkpoint
+        self._n_loaded: dict[str, int] = {}  # tensors of the latest checkpoint, by entry
+        self._fits_model = True  # whether the loaded memory was compared with the model
+        self._prepared: dict[str, Any] | None = None  # the result of `state_dict` until the next step
 
     def __repr__(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in option_values(self.options).items())
@@ -262,7 +495,7 @@ class HookState(Checkpointed):
     def iter(self, iteration: int) -> None:
         check_count("iter", iteration)
         self.continue_at(iteration)
-        self.expect_handshake()
+        self.handshake.expect()
 
     def continue_at(self, iteration: int) -> None:
         """Set the number of the next step."""
@@ -367,7 +600,7 @@ class HookState(Checkpointed):
         if latest is None or index <= latest:  # the buckets of a step come in order, but any may be skipped
             self.begin_step()
             self._step_in_progress = self._iter + 1
-        group, names = self.agree(bucket, self._process_group), self.parameter_names(bucket)
+        group, names = self.handshake.agree(self, bucket, self._process_group), self.parameter_names(bucket)
         if not self._patterns_match:
             self._names.note(names, bucket)
             self._check_patterns()
@@ -422,7 +655,7 @@ class HookState(Checkpointed):
         self._start = self.first_compressed_step
         self._compiled.clear()
         self.drop_buckets()
-        self.revoke_agreements()
+        self.handshake.revoke()
         self._applied, self._patterns_match = settings, False
         if not self._has_announced_start and self.iter < self._start and dist.get_rank(self._group) == 0:
             # Two plain steps are the usual default, because DDP rebuilds its buckets after the first: no warning.
@@ -430,6 +663,407 @@ class HookState(Checkpointed):
             text = "%s compresses from step %d on, and sends gradients in full until then."
             logging.getLogger(type(self).__module__).log(level, text, self.hook_name, self._start)
         self._has_announced_start = True
+
+    # Memory.
+
+    def new_bucket(self, bucket: GradBucket, names: tuple[str, ...], group: dist.ProcessGroup) -> Any:
+        """The result of `make_bucket`, which starts from the memory of earlier buckets, or from loaded memory that
+        fits.
+        """
+        self.check_loaded(names)
+        self._take_shares(names, group)
+        self.drop_buckets(names)
+        parameters = [gradient_layout(parameter) for parameter in bucket.parameters()]
+        transport = executor_for(group, bucket_device(bucket)).transport
+        made = self.make_bucket(parameters, bucket_dtype(bucket), names, transport)
+        if made is not None:
+            self._keep(made.memory)
+        return made
+
+    def make_bucket(
+        self, parameters: Sequence[Tensor], dtype: torch.dtype, names: Sequence[str], transport: Transport
+    ) -> Any:
+        """The memory of new buckets, which starts from that of earlier ones, or from zeros.
+
+        Args:
+            parameters: tensors in the layouts of the gradients, which may be complex.
+            dtype: real dtype of the gradients.
+            names: parameter names.
+            transport: transport of the algorithm.
+
+        Returns:
+            A `BucketMemory`, or an object with its attributes; None to send the bucket uncompressed.
+        """
+        layouts = [layout_in_dtype(as_real(parameter), dtype) for parameter in parameters]
+        tensors: dict[str, dict[str, Tensor]] = {entry: {} for entry in self.memory}
+        for entry, declared in self.memory.items():
+            for name, layout in zip(names, layouts, strict=True):
+                zeros = declared.zeros(layout, layout.device)
+                kept = self._tensors[entry].get(name, zeros)
+                check_memory_shape(entry, name, kept, zeros.shape)
+                tensors[entry][name] = kept.to(zeros.device, zeros.dtype)
+        return BucketMemory(SegmentTable(layouts), tensors)
+
+    def _keep(self, memory: MemoryByName) -> None:
+        """Keep tensors by entry and parameter name."""
+        for entry, tensors in memory.items():
+            self._tensors[entry].update(tensors)
+
+    def drop_buckets(self, names: Sequence[str] | None = None) -> None:
+        """Drop the buckets that have one of these parameters, by default all, and keep their memory."""
+        for key, (_, bucket) in list(self._buckets.items()):
+            if names is None or not set(names).isdisjoint(key):
+                self._keep(self.folded(bucket))
+                del self._buckets[key]
+
+    def folded(self, bucket: Any) -> MemoryByName:
+        """Memory of a bucket, by entry and parameter name, that a new bucket must start from instead of its memory."""
+        return {}
+
+    def tensors(self, entry: str) -> dict[str, Tensor]:
+        """This rank's memory by parameter name, with its share of a checkpoint that no step has used yet."""
+        loaded = self._loaded[entry]
+        return self._trained(entry) | {name: self._share(entry, each, self._group) for name, each in loaded.items()}
+
+    def _trained(self, entry: str) -> dict[str, Tensor]:
+        """This rank's memory that needs no share of a checkpoint."""
+        self.match_scale()
+        tensors = dict(self._tensors[entry])
+        for _, bucket in self._buckets.values():
+            tensors.update(self.folded(bucket).get(entry, {}))
+        return tensors
+
+    def _take_shares(self, names: Iterable[str], group: dist.ProcessGroup) -> None:
+        """Move this rank's share of loaded memory into its own memory, for these parameters."""
+        for entry, loaded in self._loaded.items():
+            shares = {name: self._share(entry, loaded.pop(name), group) for name in names if name in loaded}
+            self._tensors[entry].update(shares)
+
+    def _share(self, entry: str, merged: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """This rank's part of a tensor of a checkpoint."""
+        return merged / group.size() if self.memory[entry].merge == "sum" else merged.clone()
+
+    def residuals(self) -> Sequence[Tensor]:
+        """This rank's error memory, for `metrics`."""
+        return list(self._tensors.get(ERRORS, {}).values())
+
+    def follow_scaler(self, scaler: Scaler | None) -> None:
+        """Multiply the error memory by the same factor as the scale of a gradient scaler whenever that changes.
+
+        Errors are parts of earlier gradients, in the scale of their step. Without this, they count twice or half after
+        a change of the scale by 2. With it, nothing is rounded if the factor is a power of two.
+
+        The scale is read before the first bucket of each step. On a GPU, the host waits there for the forward pass, as
+        it does in ``scaler.step``.
+
+        Args:
+            scaler: a ``torch.amp.GradScaler``, or another object with ``get_scale()``. It is not saved in checkpoints:
+                save and load its own state. None to follow none.
+
+        Raises:
+            TypeError: ``scaler`` has no method ``get_scale``.
+
+        Examples:
+            >>> scaler = torch.amp.GradScaler()
+            >>> state.follow_scaler(scaler)
+        """
+        if scaler is not None and not callable(getattr(scaler, "get_scale", None)):
+            raise TypeError(f"scaler is {described(scaler)}; expected a torch.amp.GradScaler, or None.")
+        self._scaler, self._scale = scaler, None
+        self.match_scale()
+
+    def match_scale(self) -> None:
+        """Multiply the error memory if the scale has changed since the last call."""
+        if self._scaler is None:
+            return
+        scale, before = float(self._scaler.get_scale()), self._scale
+        self._scale = scale
+        if before is None or before == scale:
+            return
+        for error in self._every_error():
+            error.mul_(scale / before if before else 0)
+
+    def _every_error(self) -> list[Tensor]:
+        """The error memory of buckets, of earlier buckets, and of a checkpoint that no step has used yet."""
+        kept = list(self.residuals())
+        of_buckets = {error.untyped_storage().data_ptr() for error in kept}  # tensors by name may be views of them
+        others = [*self._tensors.get(ERRORS, {}).values(), *self._loaded.get(ERRORS, {}).values()]
+        return kept + [error for error in others if error.untyped_storage().data_ptr() not in of_buckets]
+
+    @property
+    def error_memory_bytes(self) -> int:
+        """Bytes of the error memory on this rank."""
+        return sum(error.nbytes for error in self.residuals())
+
+    def take_back(self, name: str, gradient: Tensor) -> bool:
+        """Keep a reduced gradient that was not applied, for the next step; False if the parameter has no error memory.
+
+        gradwire's DistributedDataParallel calls it for results of a failed step, and for a parameter that no rank used
+        in a step: its ``.grad`` stays unchanged, although error feedback of earlier steps may have reduced to a nonzero
+        gradient.
+
+        Args:
+            name: parameter name.
+            gradient: the reduced gradient minus this rank's contribution.
+        """
+        error = self._tensors.get(ERRORS, {}).get(plain_name(name))
+        if error is None:
+            return False
+        error.add_(self._share(ERRORS, as_real(gradient), self._group))
+        return True
+
+    # Checkpoints.
+
+    def counts(self) -> dict[str, Any]:
+        """Further numbers of a checkpoint, equal on all ranks."""
+        return {}
+
+    def load_counts(self, saved: Mapping[str, Any]) -> None:
+        """Take `counts` from a checkpoint."""
+
+    def prepare_checkpoint(self) -> None:
+        """Collect the errors of all ranks, and keep the copy for `state_dict` until the next step.
+
+        A collective call: every rank must make it, between two steps. Afterwards, any rank may call `state_dict` alone,
+        for trainers that save on rank 0. The copy takes CPU memory on every rank.
+
+        Raises:
+            RuntimeError: the parameter names are not known, or a rank has not called it within two minutes.
+
+        Examples:
+            >>> state.prepare_checkpoint()
+            >>> if dist.get_rank() == 0:
+            ...     torch.save({"model": model.state_dict(), "hook": state.state_dict()}, path)
+        """
+        self._prepared = None
+        self._check_can_be_saved()
+        self._meet("prepare_checkpoint()", PREPARE_TIMEOUT)
+        self._prepared = self._collected()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as plain CPU tensors and numbers, for ``torch.load(weights_only=True)``.
+
+        A collective call: every rank must make it, between two steps. The result is equal on all ranks. Between
+        `prepare_checkpoint` and the next step, any rank may call it alone: it then returns the prepared copy, and two
+        such calls share tensors.
+
+        Every parameter with a dense gradient has an entry even before the first step, so that
+        ``torch.distributed.checkpoint`` can load: register the hook or `bind` the model before you load.
+
+        Raises:
+            RuntimeError: the parameter names are not known, or a rank has not called it within ten seconds. A later
+                call on all ranks works.
+        """
+        if self._prepared is not None:
+            return {key: dict(value) if isinstance(value, dict) else value for key, value in self._prepared.items()}
+        self._check_can_be_saved()
+        try:
+            self._meet("state_dict()", STATE_DICT_TIMEOUT)
+        except RanksMissing as error:
+            raise RuntimeError(
+                f"{error} To save on some ranks only, call state.prepare_checkpoint() on every rank, then "
+                "state.state_dict() where you save."
+            ) from error
+        return self._collected()
+
+    def merge_shards(self, saved: dict[str, Any], shards: Sequence[dist.ProcessGroup]) -> dict[str, Any]:
+        """Merge the entries of a `state_dict` that have no shape over the shards of a model. A collective call.
+
+        Raises:
+            NotImplementedError: they depend on the shards.
+        """
+        raise NotImplementedError(
+            f"The {', '.join(saved)} of {type(self).__name__} cannot be loaded with another number of shards. Save "
+            "state.state_dict() of every rank in a separate file, and resume with the same mesh."
+        )
+
+    def _meet(self, call: str, timeout: timedelta) -> None:
+        """Wait for the same call on every rank."""
+        group = self._group
+        named_barrier(group, f"{type(self).__name__}.{call}", timeout, connections_of(group).check_peers)
+
+    def _check_can_be_saved(self) -> None:
+        """Raise RuntimeError if a checkpoint would hold numbers instead of names, or no entries."""
+        self._names.search()
+        self._names.require(f"A checkpoint of a {type(self).__name__}")
+        if not self._names.is_complete and self.iter == 0 and not self._is_loaded:
+            raise RuntimeError(
+                f"This {type(self).__name__} has no model yet, so the entries of its checkpoint are not known. "
+                f"Register it with model.register_comm_hook(state, {self.hook_name}), or call state.bind(model), "
+                "before it is saved or loaded."
+            )
+
+    def _collected(self) -> dict[str, Any]:
+        """A new `state_dict`. A collective call."""
+        self.initialize(self._names.compressible())
+        return {"iter": self.iter, **{entry: self._merged(entry) for entry in self.memory}, **self.counts()}
+
+    def initialize(self, parameters: Mapping[Tensor, str]) -> None:
+        """Allocate memory, before it is saved, that no step has used yet and that does not start from zeros."""
+
+    def keeps(self, entry: str) -> bool:
+        """Whether every parameter will have this memory, from zeros, under the current options."""
+        return self.memory[entry].shape is not None
+
+    def _merged(self, entry: str) -> dict[str, Tensor]:
+        """The tensors of all ranks, merged as declared, on the CPU. A collective call."""
+        own = self.tensors(entry)
+        present = set(own)
+        if self.keeps(entry):
+            for parameter, name in self._names.compressible().items():
+                if name not in own:
+                    own[name] = self.memory[entry].zeros(as_real(parameter), torch.device("cpu"))
+        names = sorted(own)  # in the same order on all ranks
+        merged = {name: own[name] for name in names if name not in present}
+        if self.memory[entry].merge == "same":
+            merged |= {name: own[name].to("cpu", copy=True) for name in present}
+        elif names:
+            divisor = self._group.size() if self.memory[entry].merge == "mean" else 1
+            device = next(iter([*self._names.parameters(), *own.values()])).device
+            executor = executor_for(self.process_group, device)
+
+            async def add_up() -> None:
+                # After a failed step, some ranks may have a tensor and others not yet.
+                n_ranks = torch.tensor([float(name in present) for name in names], device=device)
+                await executor.transport.all_reduce(n_ranks)
+                for name, n in zip(names, n_ranks.tolist(), strict=True):
+                    if n > 0:
+                        total = (own[name].to(device) / divisor).contiguous()  # strides may differ between ranks
+                        await executor.transport.all_reduce(memory_order(total))
+                        merged[name] = total.cpu()
+
+            executor.submit(lambda _: add_up()).wait()
+        return merged
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from a `state_dict`, with any buckets and on any world size.
+
+        Memory is checked against the parameters; if those are not known yet, before the first compressed step.
+
+        Raises:
+            ValueError: an entry is missing, has the wrong type, dtype or shape, is not finite, or is out of range. The
+                message names the entry. The state is not modified.
+        """
+        self._check_state(state_dict)
+        for entry, declared in self.memory.items():
+            loaded = {name: tensor.detach().clone() for name, tensor in state_dict[entry].items()}
+            # The world size, and with it this rank's share of a sum, may not be known yet.
+            self._tensors[entry], self._loaded[entry] = ({}, loaded) if declared.merge == "sum" else (loaded, {})
+            self._n_loaded[entry] = len(loaded)
+        self._buckets, self._scale = {}, None
+        self._restored(state_dict)
+
+    def _restored(self, saved: Mapping[str, Any]) -> None:
+        """Take the counts that belong to restored memory, which is compared with the model before it is used."""
+        self._prepared = None
+        self._is_loaded, self._fits_model = True, False
+        self.load_counts(saved)
+        self.iter = saved["iter"]
+
+    def replicated(self) -> dict[str, object]:
+        """The number of steps; after a load also numbers of tensors, and digests of those equal on all ranks."""
+        facts: dict[str, object] = {"iter": self.iter}
+        for entry, declared in self.memory.items():
+            if declared.merge == "same" and (self.handshake.is_loaded_anew or self.compares_memory()):
+                facts[f"memory {entry}"] = f"{len(self._tensors[entry])}, digest {digest(self._tensors[entry])}"
+            elif self.handshake.is_loaded_anew and entry in self._n_loaded:
+                facts[f"loaded {entry}"] = self._n_loaded[entry]
+        return facts
+
+    def compares_memory(self) -> bool:
+        """Whether every handshake compares the memory that is the same on all ranks, not only one after a load."""
+        return False
+
+    def replicated_state(self) -> dict[str, Any]:
+        """The part of the state that is equal on all ranks: numbers and tensors, in dictionaries with string keys."""
+        same = [entry for entry, declared in self.memory.items() if declared.merge == "same"]
+        return {"iter": self.iter, **{entry: self.tensors(entry) for entry in same}, **self.counts()}
+
+    def load_replicated_state(self, replicated: dict[str, Any]) -> None:
+        """Continue from the `replicated_state` of another rank; keep this rank's error memory."""
+        self.drop_buckets()
+        for entry in self.memory.keys() & replicated.keys():
+            self._tensors[entry] = {name: tensor.clone() for name, tensor in replicated[entry].items()}
+        self._restored(replicated)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickling: options and this rank's memory, without the process group, as in PyTorch's hook states."""
+        memory = {"iter": self.iter, **{entry: self._trained(entry) for entry in self.memory}, **self.counts()}
+        return {"options": option_values(self.options), "memory": memory, "loaded": self._loaded}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        known = signature(type(self)).parameters  # pickles of earlier versions may have others
+        self.__init__(None, **{name: value for name, value in state["options"].items() if name in known})  # type: ignore[misc]
+        memory, loaded = state["memory"], state.get("loaded", {})  # pickles of earlier versions may lack "loaded"
+        if "iter" in state:  # and have the step count here
+            memory = {"iter": state["iter"], **memory}
+        for entry in self.memory:
+            self._tensors[entry] = {name: tensor.clone() for name, tensor in memory[entry].items()}
+            self._loaded[entry] = {name: tensor.clone() for name, tensor in loaded.get(entry, {}).items()}
+        self._restored(memory)
+
+    # Validation.
+
+    def _check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError unless a `state_dict` is whole and fits the parameters known so far."""
+        check_entries(state, type(self).__name__, ("iter", *self.memory, *self.counts()))
+        check_count("iter", state["iter"])
+        self.check_counts(state)
+        for entry, declared in self.memory.items():
+            for place, tensor in checked_tensors(entry, state[entry]):
+                check_elements(place, tensor, tensor.isfinite(), "a finite number")
+                if declared.dtype is not None:
+                    check_range(place, tensor)
+        self._check_fits({entry: state[entry] for entry in self.memory})
+
+    def check_counts(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError unless the entries of `counts` are valid."""
+
+    def check_shapes(self, memory: MemoryByName, layouts: Mapping[str, Tensor]) -> None:
+        """Raise ValueError unless loaded memory has the declared shapes for these layouts of gradients, by parameter
+        name.
+        """
+        for entry, (_, _, shape_of) in self.memory.items():
+            for name, tensor in memory[entry].items():
+                if shape_of is not None and name in layouts:
+                    check_memory_shape(entry, name, tensor, shape_of(as_real(layouts[name])))
+
+    def _check_fits(self, memory: MemoryByName) -> None:
+        """Raise ValueError unless loaded memory fits the model, as far as its parameters are known."""
+        parameters = self._names.known()
+        self.check_shapes(memory, {name: gradient_layout(parameter) for name, parameter in parameters.items()})
+        errors = memory.get(ERRORS, {})
+        if not self._names.is_complete:
+            return
+        if unknown := [name for name in errors if name not in parameters]:
+            raise ValueError(
+                f"{len(unknown)} of {len(errors)} entries of the error memory belong to parameters that this model "
+                f"does not have, such as {unknown[0]!r}; it has {next(iter(parameters), 'none')!r} and others. "
+                "The checkpoint belongs to another model. Load the state that was saved with this model, or start with "
+                "a new state."
+            )
+        for name, error in errors.items():
+            if parameters[name].dtype.to_real() != torch.float64:
+                check_range(f"{ERRORS}[{name!r}]", error)
+
+    def check_loaded(self, names: Sequence[str]) -> None:
+        """Raise ValueError, before anything is sent, if loaded memory does not fit the parameters known so far."""
+        if not self._is_loaded or self._fits_model:
+            return
+        memory = {entry: self._tensors[entry] | self._loaded[entry] for entry in self.memory}
+        known = {name for tensors in memory.values() for name in tensors}
+        if known and known.isdisjoint(names) and all(map(is_number, known)) != all(map(is_number, names)):
+            raise ValueError(
+                f"The loaded state has an entry {min(known)!r}, this bucket has {names[0]!r}: parameter names were "
+                "known in only one of the two runs. Call state.bind(model) before the first step in both."
+            )
+        self._check_fits(memory)
+        self._fits_model = self._names.is_complete
+
+
+def option_values(options: Any) -> dict[str, Any]:
+    """The fields of a dataclass, by name; empty for None."""
+    return {each.name: getattr(options, each.name) for each in fields(options)} if options is not None else {}
 
 
 def share_hook_state(state: HookState, transport: GroupTransport, source: int, rank: int, device: torch.device) -> None:
@@ -445,3 +1079,40 @@ def share_hook_state(state: HookState, transport: GroupTransport, source: int, r
     transport.wait(transport.broadcast(sent, source))
     message.copy_(sent)
     state.load_replicated_state(torch.load(io.BytesIO(content), weights_only=True))
+
+
+def check_pairing(state: object, hook: Callable[..., Any]) -> None:
+    """Raise TypeError for a hook of PyTorch's with a state of gradwire's."""
+    module = getattr(hook, "__module__", None) or ""
+    if module.startswith(_PYTORCHS_HOOKS) and isinstance(state, HookSettings):
+        name, kind = getattr(hook, "__name__", "hook"), type(state)
+        raise TypeError(
+            f"{name} is from PyTorch, but its state is gradwire's {kind.__name__}, which PyTorch's hook cannot use. "
+            f"Import the hook from gradwire too: from {kind.__module__} import {name}."
+        )
+
+
+def in_group(state: Any, hook: Callable[..., Any], group: dist.ProcessGroup) -> Any:
+    """The state to call a registered hook with, which averages over the ranks of its DistributedDataParallel,
+    ``group``.
+
+    A state without a process group takes ``group``, and so does one with another group of the same ranks: all of a
+    model's connections fail and start again together. A state that may serve several models, or that a user's hook may
+    pass on to several of gradwire's, is left as it is: `Handshake.agree` chooses the group.
+
+    Raises:
+        ValueError: the state has or is a group of other ranks.
+    """
+    is_ours, has_group = is_gradwire_hook(hook), isinstance(state, HookSettings)
+    if not has_group and not (is_ours and isinstance(state, dist.ProcessGroup)):
+        return state
+    chosen = state if not has_group else None if state.follows_model else state.process_group
+    if chosen is not None and chosen is not group and is_initialized_group(chosen):
+        if not is_ours:
+            return state
+        check_same_ranks(chosen, group, "hook's process group")
+    if not has_group:
+        return group
+    if state.serves_one_model:
+        state.process_group, state.follows_model = group, True
+    return state

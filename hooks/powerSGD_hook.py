@@ -37,8 +37,7 @@ from gradwire.compress._validation import (
 from gradwire.compress.memory import error_like
 from gradwire.compress.policy import check_factors, check_size_of_factors
 from gradwire.hooks._bucket import GradBucket, ddp_hook
-from gradwire.hooks._checkpoint import ERRORS
-from gradwire.hooks.hook_state import HookState, Memory, Step, hook_for, with_option_attributes
+from gradwire.hooks.hook_state import ERRORS, HookState, Memory, Step, hook_for, with_option_attributes
 from gradwire.kernels import MAX_RANK, WIRE_FORMATS, as_real, compute_dtype, gradient_layout, layout_in_dtype
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]

@@ -40,9 +40,7 @@ from gradwire.hooks._bucket import (
     reduce_bucket,
     zero_copy,
 )
-from gradwire.hooks._checkpoint import ERRORS
-from gradwire.hooks._handshake import HookSettings, settings_of
-from gradwire.hooks.hook_state import HookState, Memory, Step, hook_for
+from gradwire.hooks.hook_state import ERRORS, HookSettings, HookState, Memory, Step, hook_for, settings_of
 from gradwire.kernels import MAX_BLOCK_SIZE, MIN_BLOCK_SIZE, WIRE_FORMATS, as_real, layout_in_dtype
 
 __all__ = ["QuantizationState", "quantization_hook", "quantization_perchannel_hook", "quantization_pertensor_hook"]
@@ -389,7 +387,7 @@ def quantized_reduction(
         local_size: number of ranks on each node, or "auto"; see `QuantizationState`.
         settings: settings of the hook, which must be equal on all ranks.
     """
-    group = settings.agree(bucket, process_group)
+    group = settings.handshake.agree(settings, bucket, process_group)
     quantized = None
     if not is_sparse(bucket):
         executor = executor_for(group, bucket_device(bucket))

@@ -203,7 +203,7 @@ class ScaledCastState(HookState):
         self._exponents = dict(zip(state_dict["names"], exponents.unbind(), strict=True))
         self._counters = counters
         self._n_seen, self._saturated = int(counters[1]), None
-        self.expect_handshake()
+        self.handshake.expect()
 
     def merge_shards(self, saved: dict[str, Any], shards: Sequence[dist.ProcessGroup]) -> dict[str, Any]:
         """Take the smallest scale of all shards of a parameter; see `HookState.merge_shards`."""

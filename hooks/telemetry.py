@@ -1,30 +1,28 @@
 """Telemetry: bytes, time and error of a hook, measured while you train.
 
-To start measuring, call `Observed.observe` of the hook's state on every rank::
+To start measuring, call `observe` of the hook's state on every rank::
 
     >>> report = to_tensorboard(SummaryWriter("runs/int4")) if dist.get_rank() == 0 else None
     >>> state.observe(every=50, exact_every=1000, report=report)
 
-`Observed.metrics`, and each report, is a dictionary of numbers about one step on this rank. docs/telemetry.md lists
-them: payload before and after compression, encode, wire and decode time, norm of the error memory, and the error
-against the exact mean.
+Its `metrics`, and each report, is a dictionary of numbers about one step on this rank. docs/telemetry.md lists them:
+payload before and after compression, encode, wire and decode time, norm of the error memory, and the error against the
+exact mean.
 """
 
 from __future__ import annotations
 
-import atexit
 import json
 import logging
 import math
 import time
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from operator import ge
 from pathlib import Path
 from types import coroutine
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,10 +30,9 @@ from torch import Tensor
 from gradwire.comm import Algorithm, Collective, Driver, Transport
 from gradwire.comm.executor import EXIT_TIMEOUT_SECONDS
 from gradwire.compress import Gradients
-from gradwire.compress._validation import check_whole_number
 from gradwire.kernels import compute_dtype
 
-__all__ = ["Observed", "to_jsonl", "to_tensorboard", "to_wandb"]
+__all__ = ["to_jsonl", "to_tensorboard", "to_wandb"]
 
 
 def __dir__() -> list[str]:
@@ -102,88 +99,16 @@ def to_wandb(run: Any, prefix: str = "gradwire/") -> Report:
     return report
 
 
-class Observed:
-    """A hook state that can measure its steps. docs/telemetry.md lists the metrics."""
+class Observable(Protocol):
+    """What telemetry reads of a hook state."""
 
-    # Class attributes: they are neither pickled nor part of a checkpoint.
-    _telemetry: Telemetry | None = None
-    _step_in_progress: int | None = None  # its number, from 1; None for a state that counts no steps
-
-    def observe(self, *, every: int = 50, exact_every: int = 0, report: Report | None = None) -> None:
-        """Measure one in ``every`` steps from now on. Call it on every rank, between the same two steps.
-
-        Measuring does not change the result of a step. It computes the norms of the result and the error memory, and
-        reads them in a later step, without waiting for the device. The last ones are read when the state is released or
-        the interpreter exits.
-
-        Args:
-            every: number of steps per measured step, at least 1.
-            exact_every: number of steps per comparison with the exact mean; 0 for no comparisons. A comparison takes an
-                uncompressed all-reduce in fp32 and two flat copies of each bucket. Must be equal on all ranks.
-            report: called with the `metrics` of each measured step, in the training thread; see `to_jsonl`,
-                `to_tensorboard` and `to_wandb`. Usually passed on one rank only. Its first exception is logged, with a
-                traceback; none ends the training.
-
-        Raises:
-            ValueError: a number of steps is out of range.
-        """
-        check_whole_number("every", every, "a whole number of steps, at least 1", 1)
-        check_whole_number("exact_every", exact_every, "a whole number of steps, at least 0", 0)
-        if self._telemetry is not None:
-            self._telemetry.close()
-        self._telemetry = Telemetry(self, every, exact_every, report)
-        # The latest function runs first: before a logger that was set up earlier ends.
-        atexit.register(_stop_at_exit, weakref.ref(self))
-
-    def stop_observing(self) -> None:
-        """Report the steps measured so far, and stop measuring. Call it on every rank, between the same two steps."""
-        if self._telemetry is not None:
-            self._warn_if_unused(self._telemetry)
-            self._telemetry.close()
-        self._telemetry = None
-
-    def metrics(self) -> dict[str, float]:
-        """The metrics of the latest measured step; empty before the first one has ended.
-
-        Warns if no model uses the state.
-
-        Raises:
-            RuntimeError: `observe` was not called.
-        """
-        telemetry = self._telemetry
-        if telemetry is None:
-            raise RuntimeError(
-                f"This {type(self).__name__} is not measured. Call state.observe() on every rank before the steps "
-                "that you want to measure."
-            )
-        self._warn_if_unused(telemetry)
-        telemetry.flush()
-        return dict(telemetry.latest)
-
-    def has_model(self) -> bool:
-        """Whether a model is known that the state is registered on."""
-        return False
-
-    def _warn_if_unused(self, telemetry: Telemetry) -> None:
-        if not telemetry.has_begun and not self.has_model():
-            warnings.warn(
-                f"This {type(self).__name__} is observed, but has no model, so nothing is measured. Register it on the "
-                "model: model.register_comm_hook(state, hook).",
-                stacklevel=3,
-            )
+    _step_in_progress: int | None
 
     def residuals(self) -> Sequence[Tensor]:
         """This rank's error memory, for ``residual_ratio``; empty without error feedback."""
-        return ()
 
     def device_counters(self) -> Mapping[str, Tensor]:
         """Further totals among the metrics, one element each."""
-        return {}
-
-
-def _stop_at_exit(state: weakref.ref[Observed]) -> None:
-    if (observed := state()) is not None:
-        observed.stop_observing()
 
 
 T = TypeVar("T")
@@ -256,9 +181,9 @@ Work = tuple[Gradients, Gradients]  # source and target of an algorithm
 
 
 class Telemetry:
-    """The measurements of a hook state; the arguments are those of `Observed.observe`."""
+    """The measurements of a hook state; the arguments are those of `HookSettings.observe`."""
 
-    def __init__(self, state: Observed, every: int, exact_every: int, report: Report | None) -> None:
+    def __init__(self, state: Observable, every: int, exact_every: int, report: Report | None) -> None:
         self.latest: dict[str, float] = {}  # the metrics of the latest measured step
         self._state = weakref.proxy(state)
         self._every = every
@@ -338,7 +263,7 @@ class Telemetry:
 class Sample:
     """The measurements of one step: a hook's buckets add to it in turn, in their order."""
 
-    def __init__(self, step: int, is_exact: bool, state: Observed) -> None:
+    def __init__(self, step: int, is_exact: bool, state: Observable) -> None:
         self.is_complete = False  # whether the last bucket has added its measurements
         self._step = step
         self._is_exact = is_exact  # whether to exchange the exact mean, too, and compare

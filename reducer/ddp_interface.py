@@ -14,8 +14,7 @@ from torch.futures import Future
 from gradwire.comm.torch_internals import GLOO_THREADS, NO_BACKWARD, current_backward
 from gradwire.comm.transport import wait_for
 from gradwire.hooks._bucket import is_gradwire_hook, is_zero_copy
-from gradwire.hooks._handshake import check_pairing, in_group
-from gradwire.hooks.hook_state import HookState
+from gradwire.hooks.hook_state import HookState, check_pairing, in_group
 from gradwire.reducer import errors, torch_internals
 from gradwire.reducer.backward import Phase
 from gradwire.reducer.bucket import Bucket, BucketBase, DenseBucket

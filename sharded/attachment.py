@@ -15,9 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from gradwire.compress._validation import check_elements, check_entries, check_tensor
 from gradwire.hooks._bucket import CommHook, plain_name
-from gradwire.hooks._checkpoint import option_values
-from gradwire.hooks._handshake import HookSettings, check_pairing, in_group
-from gradwire.hooks.hook_state import HookState
+from gradwire.hooks.hook_state import HookSettings, HookState, check_pairing, in_group, option_values
 from gradwire.kernels import WIRE_FORMATS
 from gradwire.sharded.exchange import ShardedExchange, name_of
 from gradwire.sharded.recovery import resynchronize

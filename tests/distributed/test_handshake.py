@@ -15,8 +15,7 @@ from gradwire.comm import store_collectives
 from gradwire.comm.connections import executor_for
 from gradwire.compress import DelayedScaling
 from gradwire.hooks import _handshake, default_hooks
-from gradwire.hooks._handshake import HookSettings, settings_of
-from gradwire.hooks.hook_state import HookState
+from gradwire.hooks.hook_state import HookSettings, HookState, settings_of
 from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
@@ -236,7 +235,7 @@ def test_unequal_first_buckets_raise_on_every_rank():
         build("mlp"), bucket_cap_mb=(SMALL, SMALLEST)[dist.get_rank()], find_unused_parameters=True
     )
     register(ddp, "bf16")
-    settings_of("bf16_compress_hook")._agreed.clear()  # other tests have used the hook on this group
+    settings_of("bf16_compress_hook").handshake._agreed.clear()  # other tests have used the hook on this group
     message = message_of(ddp(torch.ones(2, 11)).backward)
     assert "parameters of the bucket: 3 on rank 0; 1 on rank 1" in message
     assert "shape of its parameter 2: (3,) on rank 0; nothing on rank 1" in message
@@ -257,7 +256,7 @@ def agree(settings, group):
     bucket = SimpleNamespace(
         index=lambda: 0, is_last=lambda: True, parameters=lambda: [parameter], buffer=lambda: parameter
     )
-    settings.agree(bucket, group)
+    settings.handshake.agree(settings, bucket, group)
 
 
 @on_ranks(2, 3)
@@ -265,11 +264,11 @@ def test_agreement_of_destroyed_group_is_forgotten():
     settings = HookSettings("a hook")
     group = dist.new_group()
     agree(settings, group)
-    before = len(settings._agreed)
+    before = len(settings.handshake._agreed)
     dist.destroy_process_group(group)
     del group
     gc.collect()
-    assert (before, len(settings._agreed)) == (1, 0)
+    assert (before, len(settings.handshake._agreed)) == (1, 0)
 
 
 @on_ranks(3)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from gradwire.hooks import _checkpoint
+from gradwire.hooks import hook_state
 from gradwire.hooks import powerSGD_hook as ours
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
@@ -124,7 +124,7 @@ def after_five_steps(wrapper="gradwire", kind="powersgd"):
 
 def soon(limit="STATE_DICT_TIMEOUT"):
     """Lets a call wait half a second for the other ranks."""
-    return mock.patch.object(_checkpoint, limit, timedelta(seconds=0.5))
+    return mock.patch.object(hook_state, limit, timedelta(seconds=0.5))
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
@@ -146,7 +146,7 @@ def test_save_on_some_ranks_only_raises_and_names_the_others(callers, wrapper):
 
 
 def test_save_on_one_rank_only_times_out_within_seconds():
-    assert timedelta(seconds=5) <= _checkpoint.STATE_DICT_TIMEOUT <= timedelta(seconds=15)
+    assert timedelta(seconds=5) <= hook_state.STATE_DICT_TIMEOUT <= timedelta(seconds=15)
 
 
 def save_after_calls_of(callers):
@@ -176,7 +176,7 @@ def save_a_prepared_copy(kind, wrapper, saver):
     expected, copies = training.state.state_dict(), []
     training.state.prepare_checkpoint()
     if dist.get_rank() == saver:
-        with mock.patch.object(_checkpoint, "named_barrier", side_effect=AssertionError("a call to the other ranks")):
+        with mock.patch.object(hook_state, "named_barrier", side_effect=AssertionError("a call to the other ranks")):
             copies += training.state.state_dict(), training.state.state_dict()
     training.run(2)
     for each in copies:  # training on has not changed them

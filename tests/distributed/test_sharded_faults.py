@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import gradwire
 from gradwire.comm import GroupTransport
-from gradwire.hooks import _checkpoint
+from gradwire.hooks import hook_state
 from gradwire.hooks.hook_state import HookState
 from gradwire.hooks.quantization_hooks import QuantizationState
 from gradwire.reducer.bucket import DenseBucket
@@ -158,7 +158,7 @@ def train_until_an_error(place, phase, how, folder):
         if phase == "state_dict":
             if is_victim:
                 fail()
-            with mock.patch.object(_checkpoint, "STATE_DICT_TIMEOUT", timedelta(seconds=3)):
+            with mock.patch.object(hook_state, "STATE_DICT_TIMEOUT", timedelta(seconds=3)):
                 training.save()
         while n_applied < GOOD_STEPS + 3:
             step(is_victim and n_applied == GOOD_STEPS)
