@@ -139,11 +139,11 @@ class DeclaredMemory(HookSettings):
         """Raise ValueError, before anything is sent, if loaded memory does not fit the parameters known so far."""
 
     def folded(self, bucket: Any) -> MemoryByName:
-        """Memory of a bucket, by entry and parameter name, that a new bucket must start from instead of its memory."""
+        """What the next bucket inherits where it differs from ``bucket.memory``."""
         return {}
 
     def tensors(self, entry: str) -> dict[str, Tensor]:
-        """This rank's memory by parameter name, with its share of a checkpoint that no step has used yet."""
+        """This rank's memory by name, including its share of a checkpoint not yet used."""
         loaded = self._loaded[entry]
         return self._trained(entry) | {name: self._share(entry, each, self._group) for name, each in loaded.items()}
 

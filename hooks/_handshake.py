@@ -65,7 +65,7 @@ _ON_SOME_RANKS = (
 _UNCHANGED = "Nothing was sent; gradients, parameters and states are as they were."
 _PYTORCHS_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks."
 
-# Attributes of states for gradwire's own modules: neither in the API reference nor in tab completion.
+# Attributes for gradwire's own modules, hidden from tab completion.
 _INTERNAL_NAMES = """
 agree apply_settings begin_step bind_layouts check_counts check_loaded check_names check_shapes compares_memory
 continue_at count_step counts device_counters drop_buckets enter expect_handshake first_compressed_step folded

@@ -328,7 +328,7 @@ class HookState(Guarded):
         algorithm: Callable[[Step], Algorithm[None]],
     ) -> None:
         """Run two steps of ``algorithm`` on zeros, without collectives, in memory of their own, if Triton would compile
-        for them. Two, because those of an alternating algorithm have different kernels.
+        for them. Two steps: alternating PowerSGD launches different kernels in odd ones.
 
         The buckets of the first step, of which one may hold the whole model, are left out: they are rebuilt.
         """

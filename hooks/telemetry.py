@@ -106,7 +106,7 @@ class Observed:
     """A hook state that can measure its steps. docs/telemetry.md lists the metrics."""
 
     # Class attributes: they are neither pickled nor part of a checkpoint.
-    _recorder: Stopwatch | None = None  # whatever follows the buckets of a step: telemetry, the guard, or both
+    _recorder: Stopwatch | None = None  # measures each bucket
     _telemetry: Telemetry | None = None
     _step_in_progress: int | None = None  # its number, from 1; None for a state that counts no steps
 
