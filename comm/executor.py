@@ -361,7 +361,7 @@ class WorkerTask:
         self.future: Future[Any] = Future()
         self.driver: Driver[Any] | None = None  # None before it starts
         self.place = 0  # index of its workspace
-        self.works: list[dist.Work] = []  # of the collective that it awaits, one per message; keep connections open
+        self.works: list[dist.Work] = []  # works of the awaited collective; holding them keeps gloo's connections open
         self.messages: Future[Any] = Future()  # done when all messages are
         self.complete: Callable[[], None] | None = None  # completes the future; set once the task has ended
         self.precedes_error = False  # whether a later task has failed, which does not stop this one

@@ -24,8 +24,8 @@ from gradwire.comm.store_collectives import POLL_SECONDS
 from gradwire.comm.torch_internals import all_gather, all_to_all, profiler_range
 
 T = TypeVar("T")
-# gloo announces that a rank can receive a message only after the data that this rank sends in it. So a single message
-# uses a link in one direction at a time and takes twice as long as the wire; 16 pieces take 1.1 times as long.
+# gloo queues its ready-to-receive notice behind its own outgoing data, so one message never fills both directions of a
+# link and takes twice as long as the wire; 16 pieces take 1.1 times as long.
 MAX_PIECES = 16
 FORGOTTEN_AWAIT = (
     "{task}: {n} collectives of the transport were created but not awaited, so they never ran. Write `await` before "
@@ -312,7 +312,7 @@ class LocalTransport(Transport):
 
 
 class IdleTransport(Transport):
-    """Collectives that send nothing, in the world of another transport: for the kernels of an algorithm alone.
+    """Transport for compiling and timing kernels: same world size, nothing is sent.
 
     An all-reduce leaves its tensors unchanged, a shot receives zeros.
     """

@@ -31,7 +31,7 @@ class Memory(NamedTuple):
     shape: Callable[[Tensor], Sequence[int]] | None = lambda gradient: gradient.shape
 
     def zeros(self, layout: Tensor, device: torch.device) -> Tensor:
-        """The tensor of a parameter whose real gradient is like ``layout``, before its first step."""
+        """Zeros in the declared shape: a parameter's memory before its first step."""
         assert self.shape is not None
         return torch.zeros(tuple(self.shape(layout)), dtype=self.dtype or compute_dtype(layout.dtype), device=device)
 

@@ -103,7 +103,7 @@ class NodeBucket:
         inside: position of each block of the gradients in the message inside the node: a cell for each shard.
         message_layout: position of each block in the codes of all shards.
         shard: this rank's shard, one tensor for each section.
-        memory: empty; as an attribute of every bucket.
+        memory: always empty; here because `HookState` reads it.
         can_capture: False: its steps are not captured in CUDA graphs.
         inherited: errors by parameter name that the next step hands over to the ranks in whose shards they lie; then
             None.

@@ -158,7 +158,7 @@ def _passes_in(message: Tensor) -> Tensor:
 
 
 class SectionTensors(NamedTuple):
-    """One section of a message, with its gradients and errors in one step; no errors without error feedback."""
+    """One wire format's part of a step. Error tensors are None without error feedback."""
 
     section: Section  # the wire format, and the places of the blocks
     source: list[Tensor]  # the gradients

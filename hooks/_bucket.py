@@ -1,6 +1,6 @@
 """A bucket of either DDP, `reduce_bucket`, which averages it, and the names of its parameters.
 
-A bucket of PyTorch's DDP is one flat buffer, a bucket of gradwire's a list of gradients. A hook marked with `zero_copy`
+PyTorch's DDP passes one flat buffer per bucket; gradwire's passes a list of gradients. A hook marked with `zero_copy`
 reads and writes these gradients directly if the reducer calls it; if a wrapper calls it, it gets the flat buffer and
 returns it, as PyTorch's hooks do. Either way, `Gradients` has one tensor per parameter.
 

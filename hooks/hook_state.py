@@ -182,7 +182,7 @@ def _compared_options(kind: type, local: frozenset[str]) -> tuple[tuple[str, ...
     return ("options", *names), operator.attrgetter("__class__.__name__", *names)
 
 
-# Attributes of states for gradwire's own modules: neither in the API reference nor in tab completion.
+# For gradwire's own modules: neither in the API reference nor in tab completion.
 _INTERNAL_NAMES = """
 apply_settings begin_step bind_layouts check_counts check_loaded check_names check_shapes compares_memory
 continue_at count_step counts device_counters drop_buckets enter first_compressed_step folded
@@ -560,7 +560,7 @@ class HookState(HookSettings):
         algorithm: Callable[[Step], Algorithm[None]],
     ) -> None:
         """Run two steps of ``algorithm`` on zeros, without collectives, in memory of their own, if Triton would compile
-        for them. Two, because those of an alternating algorithm have different kernels.
+        for them. Two steps: alternating PowerSGD launches different kernels in odd ones.
 
         The buckets of the first step, of which one may hold the whole model, are left out: they are rebuilt.
         """
@@ -717,11 +717,11 @@ class HookState(HookSettings):
                 del self._buckets[key]
 
     def folded(self, bucket: Any) -> MemoryByName:
-        """Memory of a bucket, by entry and parameter name, that a new bucket must start from instead of its memory."""
+        """What the next bucket inherits where it differs from ``bucket.memory``."""
         return {}
 
     def tensors(self, entry: str) -> dict[str, Tensor]:
-        """This rank's memory by parameter name, with its share of a checkpoint that no step has used yet."""
+        """This rank's memory by name, including its share of a checkpoint not yet used."""
         loaded = self._loaded[entry]
         return self._trained(entry) | {name: self._share(entry, each, self._group) for name, each in loaded.items()}
 

@@ -208,7 +208,7 @@ class MessageLayout:
     Args:
         groups: the tensors of each wire format. A table whose tensors are all empty is a section without blocks.
         world_size: the number of ranks.
-        pieces: the number of messages that a shot is cut into.
+        pieces: messages per shot.
         multiple: the number of blocks of each section in a cell is rounded up to a multiple of it.
 
     Attributes:

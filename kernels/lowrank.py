@@ -38,7 +38,7 @@ from gradwire.kernels.flatten import flatten, unflatten
 from gradwire.kernels.matrix_table import FactorLayout, Operands
 from gradwire.kernels.segment_table import check_step
 
-# Norms whose squares fit fp64. Zero rows, non-finite rows and extreme fp64 rows lie outside and take the careful path.
+# Row norms in this range can be squared in fp64; others take `_renew_carefully`.
 SAFE_NORMS = (1e-140, 1e140)
 
 

@@ -46,13 +46,12 @@ class Tiling(NamedTuple):
     strip_columns: int  # that a program for P, or for the result, works through
 
 
-# A tile of 8 elements a thread: with 16, the registers of `project` leave room for 12 warps on a multiprocessor, not
-# 20. Its rows are shorter than a program has threads: Triton then loads a factor's elements in every thread that needs
-# them, from the L1 cache. For longer rows it would load them once and distribute them through shared memory.
+# 8 elements of a tile per thread: 16 would lower the occupancy of `project` from 20 to 12 warps per SM. Rows stay below
+# the thread count, so Triton reads factors from L1 instead of shared memory.
 ELEMENTWISE = Tiling(rows=16, columns=64, strip_rows=128, strip_columns=512)
 # Two tiles in fp32 and one of a factor are in flight three times over, within 64 KiB of shared memory.
 DOT = Tiling(rows=32, columns=32, strip_rows=512, strip_columns=512)
-# The largest number of partial sums of a factor: the strips of longer matrices are longer.
+# Maximum partial sums per factor; beyond it, strips grow.
 MAX_STRIPS = 128
 
 

@@ -42,7 +42,7 @@ SHORT_NUM_WARPS = 4  # with 16, ptxas settles for 40 registers and spills
 #
 # Large factors: cut into tiles
 TILE_LENGTH = 128  # rows of P that one program handles
-MAX_TILES = 128  # tiles of a factor; the tiles of longer factors are longer
+MAX_TILES = 128  # at most this many tiles per factor; longer factors get longer tiles
 GRAMS_NUMEL = 1024  # elements of Gram matrices that one program adds up at a time
 BLOCK_NUMEL = 1024  # elements of a tile that a program handles at a time; with two r x r matrices, more would spill
 
@@ -117,7 +117,7 @@ def _gram_schmidt_kernel(
         column = tl.where(remainder > TOLERANCE * norm, column / _or_one(remainder), 0.0)
         p = tl.where(is_c[:, None], column[None, :], p)
     p = tl.where(n_bad > 0, float("nan"), p)
-    # Again, so that neither these nor the mask occupy registers in the loop.
+    # Reloaded, so that rank, length and mask are not live across the loop.
     rank, length = load_fields(layout_ptr, n_factors, factor, 0, 2, VOLATILE=True)
     _store_rows(out_ptr + offset, p, offs_r, offs_n, rank, length)
 

@@ -1,8 +1,7 @@
 """Quantization in Triton: a program handles one chunk of 4096 elements, as a tile of blocks.
 
-A program of `reduce_quantized` or `sum_quantized` works on 1024 elements of one cell, or fewer
-with many ranks. Addresses in a message are
-computed from counts of 16 bytes, *units*, which tells the compiler their alignment.
+A program of `reduce_quantized` or `sum_quantized` works on 1024 elements of one cell, or fewer with many ranks. Message
+offsets are counted in *units* of 16 bytes, so the compiler knows their alignment.
 """
 
 from __future__ import annotations

@@ -187,11 +187,13 @@ class DenseBucket(BucketBase):
     ) -> None:
         """Take the parameters' gradients, which are all ready. An undefined gradient becomes zeros.
 
-        A gradient in another layout than its parameter's is replaced by a copy. With ``zero_copy`` the result is
-        written before the backward ends, so a gradient that another wrapper has (``shared``, by position) or that
-        anything but ``.grad`` can reach is copied, and its result copied back in `finish`; see `owns_memory` for
-        ``incoming``. This rank has no gradient for ``unused`` parameters. If no rank has one, their ``.grad`` must not
-        change: a copy is reduced, or with ``as_view`` kept.
+        A gradient is copied if it is
+
+        - in another layout than its parameter's: the copy becomes ``.grad``;
+        - in another wrapper, too (``shared``, by position), or aliased (see `owns_memory`, also for ``incoming``): with
+          ``zero_copy``, results are written before the backward ends. `finish` copies the result back;
+        - ``unused`` on this rank: if no rank has a gradient, ``.grad`` must not change. The copy is reduced, or with
+          ``as_view`` kept.
 
         Raises ValueError if a gradient has another dtype or shape than when the model was wrapped.
         """

@@ -360,7 +360,7 @@ class Reducer:
         """Wait for the results, in the order of the buckets, and write them into the gradients."""
         backward, connections = self._backward, self.exchange.connections
         backward.phase = Phase.DONE
-        # A hook averages over all ranks; ranks that have joined added zeros.
+        # Hooks divide by the world size, but joined ranks sent zeros: rescale.
         scale = self.exchange.process_group.size() / self._divisor if self.hook.is_registered else 1
         self.times.n_reduced = len(backward.futures) - backward.futures.count(None)
         try:

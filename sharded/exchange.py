@@ -35,8 +35,8 @@ class ShardedExchange:
     a rank that fails leaves the exchange in all its process groups. At the end of the backward, all ranks meet, so that
     none goes on while another one raises. On NCCL they do not: the hosts would have to wait for their devices.
 
-    On a CPU, FSDP2 waits for the result of a collective. An exchange whose result FSDP2 does not read before the end of
-    the backward overlaps the backward instead: it is awaited when the backward ends.
+    On a CPU, FSDP2 waits for the result of a collective. Exchanges that FSDP2 reads only after the backward are awaited
+    at its end, and overlap it.
 
     Args:
         groups: the process groups of shards, of replicas and of tensor parallel ranks, in the same order on all ranks.

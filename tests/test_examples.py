@@ -68,6 +68,18 @@ def test_topk_hook_on_two_ranks_learns(tmp_path):
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow
+def test_powersgd_simple_on_two_ranks_learns(tmp_path):
+    (output,) = outputs_of("powersgd_simple", tmp_path)
+    assert_learns(output)
+
+
+@pytest.mark.slow
+def test_quantization_simple_on_two_ranks_learns(tmp_path):
+    (output,) = outputs_of("quantization_simple", tmp_path)
+    assert_learns(output)
+
+
 def test_compress_tensors_error_feedback_reduces_the_error_of_the_mean(tmp_path):
     (output,) = outputs_of("compress_tensors", tmp_path)
     errors = [float(error) for error in re.findall(r"relative errors of the mean: (\S+),", output)]

@@ -33,7 +33,7 @@ def docstrings():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 yield f"{module.name}, line {getattr(node, 'lineno', 1)}", ast.get_docstring(node) or ""
-    for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
+    for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")]:
         if path.parent.name != "log":  # its entries use the names of their day
             yield path.name, path.read_text()
 
