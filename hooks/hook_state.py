@@ -75,7 +75,7 @@ from gradwire.kernels import (
     memory_order,
 )
 
-__all__ = ["HookState", "Memory", "Step", "hook_for"]
+__all__ = ["HookSettings", "HookState", "Memory", "Step", "hook_for"]
 
 
 def __dir__() -> list[str]:

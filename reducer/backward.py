@@ -233,12 +233,15 @@ class Backward:
         return [index for index, is_ready in enumerate(self.ready) if not is_ready]
 
     def take_values(self) -> list[Any]:
-        """The values of the futures that are done; None for the others and for failed ones. Drops the futures."""
+        """The values of the futures that are done; None for the others and for failed ones. Drops the futures.
+
+        On a GPU, the current stream waits for the values.
+        """
         values = []
         while self.futures:
             future = self.futures.pop(0)
             try:
-                values.append(future.value() if future is not None and future.done() else None)
+                values.append(future.wait() if future is not None and future.done() else None)
             except Exception as error:
                 clear_frames(error)
                 values.append(None)

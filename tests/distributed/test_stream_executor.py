@@ -1,6 +1,7 @@
 """`StreamExecutor`: the order of kernels and collectives on its two streams, by a double that finds missing edges."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from gradwire.compress import (
     scaled_cast_all_reduce,
 )
 from gradwire.kernels import SegmentTable
+from gradwire.reducer.backward import Backward
 from tests.support.graph_on_cpu import graphs_on_cpu
 from tests.support.stream_double import Race, Stream, StreamTransport, stream_double
 
@@ -145,6 +147,19 @@ def test_waiting_for_a_task_without_a_result_orders_what_it_wrote():
         executor.submit(lambda _: task()).wait()
         tensor.mul_(2)
     assert tensor.tolist() == [6.0] * 8
+
+
+def test_results_of_a_failed_step_are_waited_for_before_they_return_to_the_error_memory():
+    with stream_double() as device:
+        executor = StreamExecutor(StreamTransport(device), CPU)
+
+        async def task():
+            return torch.ones(8)
+
+        step = SimpleNamespace(futures=[executor.submit(lambda _: task()), None])
+        result, nothing = Backward.take_values(step)
+        result.add_(1)  # on the main stream
+    assert nothing is None
 
 
 def roles_of(executor):
