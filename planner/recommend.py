@@ -117,7 +117,7 @@ def _recommend(predictions: Sequence[Prediction]) -> tuple[str, str]:
     fastest = max((each for each in mild if each.hook != PLAIN), key=lambda each: each.speed_up)
     worthwhile = {each.hook: each for each in mild if each.speed_up >= WORTHWHILE}
     is_complete = sum(each.speed_up >= WORTHWHILE for each in predictions) == len(worthwhile)
-    hook = "hook" if is_complete else f"hook without {MARK}"
+    hook = "hook" if is_complete else f"hook that is not aggressive ({MARK})"
     if not worthwhile:
         best = f"{fastest.hook} with {fastest.speed_up:.2f}x"
         return PLAIN, f"no {hook} makes a step {percent} faster; the best is {best}"
