@@ -270,6 +270,13 @@ def test_compressor_of_the_guide_is_the_example():
     assert code.partition("@dataclass")[2].strip() in program
 
 
+def test_functions_of_the_checkpointing_page_are_those_of_the_example():
+    page = (ROOT / "docs" / "checkpointing.md").read_text()
+    program = (ROOT / "examples" / "checkpointing.py").read_text()
+    (code,) = re.findall(r"^```python\n(from pathlib.*?)^```", page, re.DOTALL | re.MULTILINE)
+    assert code == program.partition("\n\n")[2]
+
+
 def test_api_reference_has_every_public_name():
     reference = "".join(path.read_text() for path in (ROOT / "docs" / "api").glob("*.md"))
     modules = [getattr(gradwire.hooks, name) for name in gradwire.hooks.__all__]
