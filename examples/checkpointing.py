@@ -50,7 +50,7 @@ def latest(folder: Path) -> Path | None:
 
 
 def from_rank_0(value: Any) -> Any:
-    """The value of rank 0, on every rank."""
-    values = [value]
-    dist.broadcast_object_list(values)
+    """The value of rank 0, once all ranks have come: the state of a hook waits only ten seconds for the others."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
     return values[0]
