@@ -21,7 +21,7 @@ from tests.support.training import WRAPPERS, gradients, register, train_steps, w
 
 
 class Training:
-    """A model with its optimizer, scheduler and hook, trained on batches from this process's random numbers."""
+    """A model with its optimizer, scheduler and hook, trained on batches from this rank's random numbers."""
 
     def __init__(self, hook=None, wrapper="gradwire", seed=0):
         self.ddp = wrapped(wrapper, seed=seed)
@@ -30,6 +30,7 @@ class Training:
         self.others = {"scheduler": torch.optim.lr_scheduler.StepLR(self.optimizer, 2)}
         if hasattr(self.state, "state_dict"):
             self.others["hook"] = self.state
+        torch.manual_seed(100 * seed + dist.get_rank())
 
     def steps(self, number):
         for _ in range(number):
@@ -50,10 +51,6 @@ class Training:
         return load(folder, self.ddp, self.optimizer, **self.others)
 
 
-def start(seed=0):
-    torch.manual_seed(100 * seed + dist.get_rank())
-
-
 # Their memory is the same on a resumed rank.
 EXACT = [None, "fp16", "scaled_fp16"]
 MERGED = ["powersgd", "int4", "topk"]
@@ -63,13 +60,11 @@ MERGED = ["powersgd", "int4", "topk"]
 @pytest.mark.parametrize("hook", EXACT)
 @on_ranks(2)  # the sums of three ranks depend on the buckets, which start anew
 def test_resumed_training_is_bitwise_equal_to_the_uninterrupted_one(hook, wrapper, tmp_path):
-    start()
     training = Training(hook, wrapper)
     training.steps(4)
     training.save(tmp_path, 4)
     expected = training.steps(3)
     resumed = Training(hook, wrapper, seed=1)
-    start(seed=2)
     assert resumed.load(tmp_path) == 4
     assert_same_bits(resumed.steps(3), expected)
 
@@ -77,7 +72,6 @@ def test_resumed_training_is_bitwise_equal_to_the_uninterrupted_one(hook, wrappe
 @pytest.mark.parametrize("hook", MERGED)
 @on_ranks(2)  # a third of a sum is rounded
 def test_state_of_the_hook_is_saved_and_resumed(hook, tmp_path):
-    start()
     training = Training(hook)
     training.steps(7)
     training.save(tmp_path, 7)
@@ -91,7 +85,6 @@ def test_state_of_the_hook_is_saved_and_resumed(hook, tmp_path):
 
 
 def save_four_steps(folder):
-    start()
     training = Training("int4")
     training.steps(4)
     training.save(folder, 4)
@@ -99,7 +92,6 @@ def save_four_steps(folder):
 
 
 def load_and_train(folder):
-    start(seed=1)
     resumed = Training("int4", seed=1)
     step = resumed.load(folder)
     return step, facts(resumed), resumed.steps(2)
@@ -246,6 +238,7 @@ class Sharded:
         fully_shard(self.model)
         self.attachment = gradwire.attach(self.model, within=gradwire.sharded.ReduceScatterOptions(wire="int4"))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        torch.manual_seed(dist.get_rank())
 
     def steps(self, number):
         for _ in range(number):
@@ -264,7 +257,6 @@ class Sharded:
 
 
 def save_sharded(folder):
-    start()
     training = Sharded()
     training.steps(4)
     save(folder, 4, training.model, training.optimizer, hook=training.attachment)
