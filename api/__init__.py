@@ -8,21 +8,20 @@ from gradwire._version import __version__
 from gradwire.reducer import DistributedDataParallel
 
 if TYPE_CHECKING:
-    from gradwire import checkpoint as checkpoint
     from gradwire import sharded as sharded
     from gradwire.sharded import attach
 else:
 
     def __getattr__(name: str) -> Any:
-        """Import `attach` and these modules at their first use: FSDP2 and DTensor take longer than everything else."""
+        """Import `attach` and `sharded` at their first use: FSDP2 and DTensor take longer than everything else."""
         if name == "attach":
             return importlib.import_module("gradwire.sharded").attach
-        if name in ("checkpoint", "sharded"):
-            return importlib.import_module(f"gradwire.{name}")
+        if name == "sharded":
+            return importlib.import_module("gradwire.sharded")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-__all__ = ["DistributedDataParallel", "__version__", "attach", "checkpoint", "hooks", "sharded"]
+__all__ = ["DistributedDataParallel", "__version__", "attach", "hooks", "sharded"]
 
 
 def __dir__() -> list[str]:

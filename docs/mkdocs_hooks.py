@@ -57,7 +57,10 @@ def examples_page():
     """All programs of examples/, one section each."""
     programs = sorted((ROOT / "examples").glob("*.py"))
     sections = [f"## {path.name}\n\n```python\n{path.read_text()}```\n" for path in programs]
-    introduction = "Complete programs. Their docstrings contain the commands that run them, on GPUs or CPUs.\n"
+    introduction = (
+        "Complete programs, and checkpointing.py, which some of them import. Their docstrings contain the commands "
+        "that run them, on GPUs or CPUs.\n"
+    )
     return "\n".join(["# Examples\n", introduction, *sections])
 
 

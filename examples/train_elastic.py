@@ -14,9 +14,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from checkpointing import load, save
 from torch import nn
 
-from gradwire import DistributedDataParallel, checkpoint
+from gradwire import DistributedDataParallel
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
 
 STEPS, SAVE_EVERY = 150, 50
@@ -25,7 +26,9 @@ STEPS, SAVE_EVERY = 150, 50
 def main(folder: Path, failing_step: int | None) -> None:
     """Train up to `STEPS`; rank 0 prints the loss."""
     use_cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if use_cuda else torch.device("cpu")
+    if use_cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    device = "cuda" if use_cuda else "cpu"
     attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
     # torchrun keeps its store after a restart: without a prefix, ranks may find addresses of the previous attempt.
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
@@ -39,7 +42,7 @@ def main(folder: Path, failing_step: int | None) -> None:
     model.register_comm_hook(state, quantization_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
 
-    checkpoint.load(folder, model, optimizer)  # nothing in the first attempt
+    load(folder, model, optimizer, hook=state)  # nothing in the first attempt
     if rank == 0:
         print(f"attempt {attempt}: {dist.get_world_size()} ranks, start at step {state.iter}", flush=True)
 
@@ -53,7 +56,7 @@ def main(folder: Path, failing_step: int | None) -> None:
         loss.backward()
         optimizer.step()
         if state.iter % SAVE_EVERY == 0:
-            checkpoint.save(folder, model, optimizer, state.iter)  # a collective call
+            save(folder, state.iter, model, optimizer, hook=state)  # a collective call
             if rank == 0:
                 print(f"step {state.iter}: loss {loss.item():.3f}, saved", flush=True)
     dist.destroy_process_group()

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from checkpointing import load, save
 from torch import nn
 
 from gradwire import DistributedDataParallel
-from gradwire.checkpoint import load, save
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
 
 STEPS = 150
@@ -25,7 +25,9 @@ STEPS = 150
 def main(folder: Path) -> None:
     """Take `STEPS` more steps, and save; rank 0 prints the loss."""
     use_cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if use_cuda else torch.device("cpu")
+    if use_cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    device = "cuda" if use_cuda else "cpu"
     dist.init_process_group("nccl" if use_cuda else "gloo")
     torch.manual_seed(0)  # the same model and teacher on every rank
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64)).to(device)
@@ -36,7 +38,7 @@ def main(folder: Path) -> None:
     model.register_comm_hook(state, quantization_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
-    start = load(folder, model, optimizer) or 0  # None in the first run
+    start = load(folder, model, optimizer, hook=state)  # 0 in the first run
     torch.manual_seed(1 + dist.get_rank() + start)  # different data on every rank
     for step in range(start + 1, start + STEPS + 1):
         inputs = torch.randn(32, 64, device=device)
@@ -47,7 +49,7 @@ def main(folder: Path) -> None:
         if dist.get_rank() == 0 and step % 50 == 0:
             print(f"{dist.get_world_size()} ranks, step {step}: loss {loss.item():.3f}")
 
-    save(folder, model, optimizer, start + STEPS)  # a collective call
+    save(folder, start + STEPS, model, optimizer, hook=state)  # a collective call
     dist.destroy_process_group()
 
 

@@ -14,7 +14,6 @@ import torch
 import typer
 
 import gradwire
-import gradwire.checkpoint
 import gradwire.testing
 from gradwire.bench.gpu import lane
 from gradwire.cli import run
@@ -281,12 +280,18 @@ def test_compressor_of_the_guide_is_the_example():
     assert code.partition("@dataclass")[2].strip() in program
 
 
+def test_functions_of_the_checkpointing_page_are_those_of_the_example():
+    page = (ROOT / "docs" / "checkpointing.md").read_text()
+    program = (ROOT / "examples" / "checkpointing.py").read_text()
+    (code,) = re.findall(r"^```python\n(from pathlib.*?)^```", page, re.DOTALL | re.MULTILINE)
+    assert code == program.partition("\n\n")[2]
+
+
 def test_api_reference_has_every_public_name():
     reference = "".join(path.read_text() for path in (ROOT / "docs" / "api").glob("*.md"))
     modules = [getattr(gradwire.hooks, name) for name in gradwire.hooks.__all__]
     public = {f"{module.__name__}.{name}" for module in modules for name in module.__all__}
     public |= {f"gradwire.testing.{name}" for name in gradwire.testing.__all__}
-    public |= {f"gradwire.checkpoint.{name}" for name in gradwire.checkpoint.__all__}
     public |= public_names_of_integrations() | names_imported_by_examples()
     public |= {"gradwire.DistributedDataParallel", "gradwire.attach", "gradwire.sharded.Attachment"}
     assert public == set(re.findall(r"^::: (\S+)", reference, re.MULTILINE))
@@ -305,7 +310,7 @@ def names_imported_by_examples():
             names |= {f"{module}.{name}" for name in imported.split(", ")}
     assert "gradwire.comm.LocalTransport" in names
     modules = {f"gradwire.hooks.{name}" for name in gradwire.hooks.__all__}
-    return names - modules - {"gradwire.checkpoint"}
+    return names - modules
 
 
 def public_names_of_integrations():

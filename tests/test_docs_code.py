@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 
 import gradwire
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
@@ -95,9 +94,9 @@ def test_notebook_cell_trains_after_a_cell_that_used_several_threads():
 
 @pytest.mark.parametrize("name", HOOKS)
 def test_checkpoint_saved_as_documented_resumes_as_documented(world_of_one, tmp_path, name):
-    load_all, save_all, save, resume, dcp_save, dcp_resume = blocks_of("checkpointing.md")
-    names = {"torch": torch, "dist": dist, "dcp": dcp, "path": tmp_path / "saved.pt", "folder": tmp_path / "saved"}
-    names["step"] = 4
+    recipe, load_all, save_all, save, resume = blocks_of("checkpointing.md")
+    names = {"path": tmp_path / "saved.pt", "folder": tmp_path / "saved", "step": 4}
+    exec(recipe, names)
 
     def begin():
         names["model"] = gradwire.DistributedDataParallel(new_model())
@@ -108,10 +107,9 @@ def test_checkpoint_saved_as_documented_resumes_as_documented(world_of_one, tmp_
     names["model"].register_comm_hook(names["state"], names["hook"])
     train(names["model"], names["optimizer"], 4)
     exec(save, names)
-    exec(dcp_save, names)
-    exec("from gradwire import checkpoint\n" + save_all, names)
+    exec(save_all, names)
     saved_model, saved_hook = dict(names["model"].module.state_dict()), names["state"].state_dict()
-    for block in (resume, dcp_resume, load_all):
+    for block in (resume, load_all):
         begin()
         exec(block, names)
         assert all(torch.equal(each, saved_model[key]) for key, each in names["model"].module.state_dict().items())

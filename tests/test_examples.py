@@ -22,6 +22,7 @@ def test_help_shows_the_commands_and_explains_every_option(name, monkeypatch, ca
     if name in PACKAGES:
         pytest.importorskip(PACKAGES[name], reason="needs the extra 'integrations': make test-integrations")
     monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
+    monkeypatch.syspath_prepend(EXAMPLES)
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     assert end.value.code == 0

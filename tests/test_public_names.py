@@ -14,7 +14,6 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as pytorch_hook
 
 import gradwire
-import gradwire.checkpoint
 import gradwire.testing
 from gradwire.hooks.default_hooks import CastState
 from gradwire.hooks.hook_state import HookState
@@ -85,7 +84,7 @@ def test_hooks_list_the_public_modules():
     modules = {path.stem for path in (ROOT / "hooks").glob("*.py")}
     assert gradwire.hooks.__all__ == sorted(name for name in modules if not name.startswith("_"))
     assert all(inspect.ismodule(getattr(gradwire.hooks, name)) for name in gradwire.hooks.__all__)
-    assert gradwire.__all__ == ["DistributedDataParallel", "__version__", "attach", "checkpoint", "hooks", "sharded"]
+    assert gradwire.__all__ == ["DistributedDataParallel", "__version__", "attach", "hooks", "sharded"]
     assert gradwire.testing.__all__ == ["LAWS", "LawViolation", "check_laws"]
 
 
@@ -106,7 +105,7 @@ def described(kind):
 
 
 HOOK_MODULES = [getattr(gradwire.hooks, name) for name in gradwire.hooks.__all__]
-PACKAGES = [gradwire, gradwire.hooks, gradwire.checkpoint, gradwire.sharded, gradwire.testing]
+PACKAGES = [gradwire, gradwire.hooks, gradwire.sharded, gradwire.testing]
 
 
 @pytest.mark.parametrize("module", [*PACKAGES, *HOOK_MODULES], ids=lambda module: module.__name__)

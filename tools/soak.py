@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -20,8 +21,11 @@ import torch
 import torch.distributed as dist
 from rich.progress import Progress
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.stateful import Stateful
 
-from gradwire import DistributedDataParallel, checkpoint
+from gradwire import DistributedDataParallel
 from gradwire.bench import launch
 from gradwire.bench.implementations import GRADWIRE
 from gradwire.bench.record import Measured, Record, records_of
@@ -84,9 +88,12 @@ class Training:
             module.load_state_dict(weights)
         self.group = dist.new_group(timeout=TIMEOUT)
         self.ddp = DistributedDataParallel(module, process_group=self.group, bucket_cap_mb=0.1, check_every=10)
+        self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=1e-3)
+        self.parts: dict[str, Any] = {"model": module, "optimizer": self.optimizer}
         if (registration := HOOKS[hook].make(self.group, 2)) is not None:
             self.ddp.register_comm_hook(*registration)
-        self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=1e-3)
+            if isinstance(registration[0], Stateful):
+                self.parts["hook"] = registration[0]
 
     def end(self) -> Mapping[str, Tensor]:
         """Destroy the process group; returns the weights."""
@@ -135,7 +142,7 @@ def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
     """A rank: train, and return the largest readings of any rank."""
     steps, ranks, counts = settings["steps"], dist.get_world_size(), dict.fromkeys(COUNTS, 0)
     seen: list[dict[str, float]] = []
-    folder = Path(settings["path"]).parent / "checkpoints"
+    folder = Path(settings["path"]).parent / "checkpoint"
     training, step = Training(NAMES[0], None), 0
     with Progress(disable=dist.get_rank() > 0) as progress:
         task = progress.add_task("soak", total=steps)
@@ -151,8 +158,10 @@ def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
                 _resynchronize(training.ddp)
                 step = _largest({"step": step})["step"] + 1
             if step % STEPS_PER_CHECKPOINT == 0:
-                checkpoint.save(folder, training.ddp, training.optimizer, step)
-                assert checkpoint.load(folder, training.ddp, training.optimizer) == step
+                save(training.parts, checkpoint_id=folder)
+                load(training.parts, checkpoint_id=folder)
+                if dist.get_rank() == 0:
+                    shutil.rmtree(folder)
                 counts["checkpoints"] += 1
             if step % STEPS_PER_WRAPPER == 0:
                 training = Training(NAMES[step // STEPS_PER_WRAPPER % len(NAMES)], training.end())

@@ -1,15 +1,13 @@
 """Checkpoints of every released version load, and training continues from them."""
 
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from gradwire import checkpoint
 from gradwire.testing._laws import errors_of
 from tests.support.ranks import on_ranks
+from tests.support.recipe import load
 from tests.support.states import FEEDBACK, START, STATES, Training, make
 from tests.support.training import build, gradients
 
@@ -36,13 +34,11 @@ def test_state_of_a_released_version_resumes(kind, version):
 
 @versions
 @on_ranks(2)
-def test_training_of_a_released_version_resumes(version, tmp_path):
-    folder = tmp_path / str(dist.get_rank())
-    shutil.copytree(FOLDER / version / "training", folder)
+def test_training_of_a_released_version_resumes(version):
     module = build("mlp", seed=1)
     training = Training(make("int4", module), model=module)
     optimizer = torch.optim.AdamW(training.ddp.parameters())
-    assert checkpoint.load(folder, training.ddp, optimizer) == START + 2
+    assert load(FOLDER / version / "training", training.ddp, optimizer, hook=training.state) == START + 2
     training.run(2)
     assert training.state.iter == START + 4
     assert {int(state["step"]) for state in optimizer.state.values()} == {START + 2}

@@ -58,7 +58,7 @@ def test_fewer_workers_resume_to_the_losses_of_an_uninterrupted_run(tmp_path, ho
     _, expected, _ = losses(tmp_path / "whole", hook, ranks=3)
     killed, _, _ = losses(tmp_path / "fewer", hook, ranks=3, seed=1, kills=0)
     assert killed.returncode == 0, killed.stderr
-    (tmp_path / "fewer" / "checkpoints" / "step-24").rename(tmp_path / "lost")  # the newest is gone with its worker
+    (tmp_path / "fewer" / "checkpoints" / "step_24").rename(tmp_path / "lost")  # the newest is gone with its worker
     done, seen, _ = losses(tmp_path / "fewer", hook, ranks=2)
     assert done.returncode == 0, done.stderr
     for step, loss in expected.items():

@@ -19,7 +19,7 @@ import fork_server  # noqa: F401 - makes `tests` importable
 import torch
 import torch.distributed as dist
 
-from gradwire import checkpoint
+from tests.support.recipe import load, save
 from tests.support.training import register, wrapped
 
 STEPS, SAVE_EVERY = 24, 4
@@ -45,12 +45,13 @@ def main(folder, hook, seed, kills):
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     dist.init_process_group("gloo", store=dist.PrefixStore(f"{attempt}", store), rank=rank, world_size=size)
     ddp = wrapped()
-    register(ddp, hook)
+    state = register(ddp, hook)
+    others = {"hook": state} if hasattr(state, "state_dict") else {}
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
     draw = random.Random(f"{seed}, {attempt}")
     victim, place, at = draw.randrange(size), draw.choice(PLACES), draw.randrange(STEPS)
     place = place if attempt < kills and rank == victim else None
-    step = checkpoint.load(folder / "checkpoints", ddp, optimizer) or 0
+    step = load(folder / "checkpoints", ddp, optimizer, **others)
     at = max(at, step + 1)  # every attempt takes a step
     while step < STEPS:
         if place == "between two steps" and step >= at:
@@ -69,8 +70,8 @@ def main(folder, hook, seed, kills):
                 file.write(json.dumps({"attempt": attempt, "step": step, "loss": mean.item()}) + "\n")
         if step % SAVE_EVERY == 0:
             dies = place == "checkpoint" and step >= at
-            with mock.patch.object(checkpoint, "save_parts", die) if dies else nullcontext():
-                checkpoint.save(folder / "checkpoints", ddp, optimizer, step)
+            with mock.patch.object(os, "fsync", die) if dies else nullcontext():  # DCP has written, and not closed
+                save(folder / "checkpoints", step, ddp, optimizer, **others)
     dist.destroy_process_group()
 
 

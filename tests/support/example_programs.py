@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py"))
+NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem != "checkpointing")  # which others import
 # The examples of trainers, which need a package of the extra `integrations`.
 PACKAGES = {
     "train_accelerate": "accelerate",

@@ -5,6 +5,7 @@
 Run it once for every release, and commit the files.
 """
 
+from contextlib import chdir
 from pathlib import Path
 
 import fork_server  # noqa: F401 - makes `tests` importable
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import gradwire
-from gradwire import checkpoint
+from tests.support.recipe import save
 from tests.support.states import START, STATES, Training
 
 FOLDER = Path(__file__).parents[1] / "checkpoints"
@@ -32,7 +33,8 @@ def main():
     for _ in range(START + 2):
         training.run(1)
         optimizer.step()
-    checkpoint.save(folder / "training", training.ddp, optimizer, START + 2)
+    with chdir(folder):  # DCP writes the path into the checkpoint
+        save(Path("training"), START + 2, training.ddp, optimizer, hook=training.state)
     dist.destroy_process_group()
 
 
