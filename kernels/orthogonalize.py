@@ -38,11 +38,6 @@ def tolerance(dtype: torch.dtype) -> float:
     return TOLERANCE_EPS * torch.finfo(dtype).eps
 
 
-def orthogonalize_bytes(numel: int, wire: torch.dtype, out: torch.dtype) -> int:
-    """Bytes that orthogonalizing ``numel`` elements of factors reads and writes at least."""
-    return numel * (wire.itemsize + out.itemsize)
-
-
 def orthogonalize_reference(wire: Tensor, layout: FactorLayout, out: Tensor, finite: Tensor) -> None:
     """`orthogonalize` in plain PyTorch: Gram-Schmidt in fp64.
 
@@ -81,7 +76,7 @@ def gram_schmidt(rows: Tensor, tolerance: float) -> Tensor:
 def orthogonalize(wire: Tensor, layout: FactorLayout, out: Tensor, finite: Tensor) -> None:
     """Write an orthonormal basis of every factor's column space into ``out``, with zeros for dependent columns.
 
-    Traffic: at least `orthogonalize_bytes`; one launch for small factors, five for large ones.
+    One launch for small factors, five for large ones.
 
     Args:
         wire: the packed factors, summed over the ranks: fp32, bf16 or fp64, of any finite magnitude.

@@ -7,12 +7,21 @@ import torch
 
 from gradwire.bench import kernel_cases
 from gradwire.bench.implementations import GRADWIRE
+from gradwire.bench.kernel_bytes import (
+    copy_bytes,
+    dequantize_bytes,
+    lowrank_bytes,
+    quantize_bytes,
+    reduce_quantized_bytes,
+    sum_quantized_bytes,
+)
 from gradwire.bench.kernel_cases import CASES, KernelCase
 from gradwire.bench.kernels import COPY, run, tables
 from gradwire.bench.record import Measured, Metric, records_of
 from gradwire.bench.shapes import SHAPES, buckets
 from gradwire.bench.tables import find
 from gradwire.bench.timing import Timing
+from gradwire.kernels import WIRE_FORMATS, lowrank
 
 CPU = torch.device("cpu")
 SMALL = [[(192, 192), (40,)], [(256, 32, 3, 3), (7,), (1, 50, 20)]]
@@ -124,3 +133,17 @@ def test_table_compares_implementations(facts):
     (only,) = tables(Measured({"rounds": 7}, records).with_provenance(facts))
     assert only.headers == ["bucket", GRADWIRE, *others, Metric.BANDWIDTH, "of a copy"]
     assert only.rows == [["gpt2-124m, 1056 MiB", "1,014", *["1,928"] * 4, "9.9", "88 %"]]
+
+
+def test_byte_counts_agree_with_docstrings():
+    fp16, bf16, fp32, fp64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+    assert copy_bytes(10, fp32, bf16) == 60
+    assert [lowrank_bytes(1, dtype) for dtype in (fp32, bf16, fp16, fp64)] == [28, 24, 24, 56]
+    assert "= 28 N in fp32" in lowrank.__doc__
+    assert "= 24 N with 16-bit gradients" in lowrank.__doc__
+    int4 = WIRE_FORMATS["int4"]
+    assert quantize_bytes(64, fp32, int4, 64, fp32) == 64 * (4 + 8) + 32 + 2
+    assert quantize_bytes(64, bf16, int4, 64, None) == 64 * 2 + 34
+    assert reduce_quantized_bytes(64, 4, int4, 64, bf16) == 64 * 4 + 5 * 34
+    assert sum_quantized_bytes(64, 4, int4, 64) == 64 * 4 + 4 * 34
+    assert dequantize_bytes(64, int4, 64, fp16) == 64 * 2 + 34
