@@ -9,7 +9,7 @@ export PYTHONSAFEPATH := 1
 # which make would start a shell, and a shell does not pass on SIGTERM.
 TOOL := env PYTHONSAFEPATH= $(BIN)/python -m tools
 
-.PHONY: install check format docs test test-slow random mutants faults soak test-integrations test-triton36 test-matrix conformance demo bench-kernels bench-rounding bench-telemetry bench-reducer bench-hooks bench-network bench-nodes bench-advise bench-converge bench compiled pages gpu gpu-rehearsal wheel clean
+.PHONY: install check format docs test test-slow random mutants faults soak test-integrations test-triton36 test-matrix conformance demo bench-kernels bench-rounding bench-telemetry bench-reducer bench-hooks bench-network bench-nodes bench-advise bench-converge bench pages gpu gpu-rehearsal wheel clean
 
 install: .venv/.installed
 
@@ -148,7 +148,6 @@ bench-converge: install
 bench: install
 	$(BIN)/gradwire demo && cp demo/results.jsonl bench/results/demo.jsonl
 	$(BIN)/gradwire bench kernels --output bench/results/kernels.jsonl
-	$(TOOL).compiled --output bench/results/compiled.jsonl
 	$(TOOL).validate rounding --output bench/results/rounding.jsonl
 	$(BIN)/gradwire bench telemetry --output bench/results/telemetry.jsonl
 	$(BIN)/gradwire bench reducer --output bench/results/reducer.jsonl
@@ -158,11 +157,6 @@ bench: install
 	$(TOOL).validate advise --output bench/results/advise.jsonl
 	$(BIN)/gradwire bench converge --task digits --output bench/results/converge_digits.jsonl
 	$(BIN)/gradwire bench converge --task text --output bench/results/converge_text.jsonl
-	$(TOOL).pages
-
-# The counts of the compiled kernels, and the page with their table.
-compiled: install
-	$(TOOL).compiled --output bench/results/compiled.jsonl
 	$(TOOL).pages
 
 # Tables and plots of README and docs, from bench/results.

@@ -19,6 +19,14 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _orthogona
 
 from gradwire import kernels
 from gradwire.bench.implementations import GRADWIRE
+from gradwire.bench.kernel_bytes import (
+    copy_bytes,
+    dequantize_bytes,
+    lowrank_bytes,
+    quantize_bytes,
+    reduce_quantized_bytes,
+    renew_bytes,
+)
 from gradwire.bench.shapes import Shape
 from gradwire.bench.timing import Timing, in_turn, timed
 from gradwire.compress import LowRankPolicy
@@ -135,7 +143,7 @@ def flatten_case(shapes: Sequence[Shape], device: torch.device, dtype: torch.dty
 
     return _case(
         f"flatten to {str(dtype).removeprefix('torch.')}",
-        kernels.flatten_bytes(table.numel, FP32, dtype),
+        copy_bytes(table.numel, FP32, dtype),
         [wire],
         lambda wire: kernels.flatten(gradients, wire, table=table, scale=scale),
         lambda wire: kernels.flatten_reference(gradients, table, wire, scale, torch.finfo(dtype).max, None),
@@ -164,7 +172,7 @@ def unflatten_case(shapes: Sequence[Shape], device: torch.device) -> KernelCase:
 
     return _case(
         "unflatten from float16",
-        kernels.unflatten_bytes(table.numel, FP16, FP32),
+        copy_bytes(table.numel, FP16, FP32),
         gradients,
         lambda *_: kernels.unflatten(wire, gradients, table=table),
         lambda *targets: copies(wire, *targets),
@@ -192,7 +200,7 @@ def scaled_flatten_case(shapes: Sequence[Shape], device: torch.device) -> Kernel
 
     return _case(
         "scaled cast to float16",
-        kernels.flatten_bytes(table.numel, FP32, FP16),
+        copy_bytes(table.numel, FP32, FP16),
         [wire, counters],
         lambda wire, counters: kernels.flatten(
             gradients, wire, table=table, scale=scale, limit=limit, counters=counters
@@ -215,7 +223,7 @@ def scaled_unflatten_case(shapes: Sequence[Shape], device: torch.device) -> Kern
 
     return _case(
         "scaled cast from float16",
-        kernels.unflatten_bytes(table.numel, FP16, FP32),
+        copy_bytes(table.numel, FP16, FP32),
         [*gradients, absmax],
         lambda *_: kernels.unflatten(wire, gradients, table=table, scale=scale, absmax=absmax),
         lambda *targets: kernels.unflatten_reference(wire, targets[:-1], table, scale, targets[-1]),
@@ -255,7 +263,7 @@ def orthogonalize_case(shapes: Sequence[Shape], device: torch.device, rank: int)
 
     return KernelCase(
         f"orthogonalize, rank {rank}",
-        kernels.orthogonalize_bytes(table.p.numel, FP32, FP32),
+        copy_bytes(table.p.numel, FP32, FP32),
         {
             GRADWIRE: lambda: kernels.orthogonalize(wire, table.p, out, finite),
             "PyTorch's hook": lambda: [torch_orthogonalize(f.t().clone()[None]) for f in factors],
@@ -278,7 +286,7 @@ def renew_case(shapes: Sequence[Shape], device: torch.device, rank: int) -> Kern
 
     return KernelCase(
         f"column norms, rank {rank}",
-        kernels.renew_bytes(table.q.numel, FP32, FP32),
+        renew_bytes(table.q.numel, FP32, FP32),
         {
             GRADWIRE: lambda: kernels.renew(wire, table.q, table.keys, step, out, finite),
             "norm, div": lambda: [f / f.norm(dim=1, keepdim=True) for f in factors],
@@ -339,7 +347,7 @@ def lowrank_case(shapes: Sequence[Shape], device: torch.device, rank: int) -> Ke
     operands = (gradients, errors, targets, ps, qs, p_outs, q_outs)
     return KernelCase(
         f"PowerSGD's three passes, rank {rank}",
-        kernels.lowrank_bytes(sum(m.rows * m.columns for m in table.matrices), FP32),
+        lowrank_bytes(sum(m.rows * m.columns for m in table.matrices), FP32),
         {GRADWIRE: passes, EAGER: lambda: eager(*operands), **_compiled(eager, *operands)},
         check,
     )
@@ -377,7 +385,7 @@ def quantize_case(shapes: Sequence[Shape], device: torch.device, wire: str) -> K
         options = {"scale": 1 / RANKS, "errors": bucket.errors, "pending": pending, "rounding": None}
         function(bucket.gradients, bucket.section, message, **options)
 
-    nbytes = round(kernels.quantize_bytes(bucket.numel, FP32, bucket.format, BLOCK_SIZE, FP32))
+    nbytes = round(quantize_bytes(bucket.numel, FP32, bucket.format, BLOCK_SIZE, FP32))
     outputs = [torch.zeros_like(bucket.message), torch.full_like(bucket.errors, torch.nan)]
     return _quantized_case(f"quantize to {wire}", nbytes, outputs, call, kernels.quantize, kernels.quantize_reference)
 
@@ -392,7 +400,7 @@ def reduce_case(shapes: Sequence[Shape], device: torch.device, wire: str) -> Ker
         options = {"rank": 0, "errors": errors, "pending": pending, "rounding": None}
         function(bucket.message, bucket.section, result, **options)
 
-    nbytes = round(kernels.reduce_quantized_bytes(numel, RANKS, bucket.format, BLOCK_SIZE, FP32))
+    nbytes = round(reduce_quantized_bytes(numel, RANKS, bucket.format, BLOCK_SIZE, FP32))
     result = torch.zeros(bucket.layout.result_shape, dtype=torch.uint8, device=device)
     outputs = [result, torch.full_like(errors, torch.nan)]
     functions = (kernels.reduce_quantized, kernels.reduce_quantized_reference)
@@ -410,8 +418,8 @@ def dequantize_case(shapes: Sequence[Shape], device: torch.device, wire: str) ->
         decode(bucket.message, bucket.section, targets)
         commit(bucket.message, pending, errors)
 
-    nbytes = round(kernels.dequantize_bytes(bucket.numel, bucket.format, BLOCK_SIZE, FP32))
-    nbytes += kernels.commit_errors_bytes(bucket.numel, FP32)
+    nbytes = round(dequantize_bytes(bucket.numel, bucket.format, BLOCK_SIZE, FP32))
+    nbytes += copy_bytes(bucket.numel, FP32, FP32)
     outputs = [*(torch.full_like(g, torch.nan) for g in bucket.gradients), bucket.errors]
     functions = (
         (kernels.dequantize, kernels.commit_errors),

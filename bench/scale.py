@@ -4,7 +4,7 @@ The stages of an exchange run one after another, each at full rate:
 
     link    bytes that leave a node, at the rate of all its network interfaces
     local   bytes that each GPU sends to the others of its node
-    memory  bytes that the kernels read and write, as `gradwire.kernels.quantize` counts them
+    memory  bytes that the kernels read and write, as `gradwire.bench.kernel_bytes` counts them
     wait    latency of the collectives, and the time to post a message to each peer, in every bucket
 
 `gradwire.planner.link_probe.bytes_out_of_node` counts the bytes of the link. The plain exchange is a ring all-reduce in
@@ -21,17 +21,17 @@ from typing import NamedTuple
 
 import torch
 
-from gradwire.bench.namespaces import Rate
-from gradwire.bench.record import Metric, Record, format_bytes
-from gradwire.bench.tables import Table, format_number, format_rate, groups_of, median_of
-from gradwire.kernels import WIRE_FORMATS
-from gradwire.kernels.quantize import (
-    commit_errors_bytes,
+from gradwire.bench.kernel_bytes import (
+    copy_bytes,
     dequantize_bytes,
     quantize_bytes,
     reduce_quantized_bytes,
     sum_quantized_bytes,
 )
+from gradwire.bench.namespaces import Rate
+from gradwire.bench.record import Metric, Record, format_bytes
+from gradwire.bench.tables import Table, format_number, format_rate, groups_of, median_of
+from gradwire.kernels import WIRE_FORMATS
 from gradwire.planner.link_probe import bytes_out_of_node
 from gradwire.planner.model import BETWEEN_NODES
 
@@ -96,7 +96,7 @@ def stages(
         memory += sum_quantized_bytes(shard, gpus, inside_format, BLOCK)
     memory += quantize_bytes(shard, fp32 if is_hierarchical else source, format_, BLOCK, fp32)
     memory += reduce_quantized_bytes(shard // peers, peers, format_, BLOCK, fp32)
-    memory += commit_errors_bytes(shard, fp32) + commit_errors_bytes(shard // peers, fp32)
+    memory += copy_bytes(shard + shard // peers, fp32, fp32)
     local = inside * numel * (source.itemsize + element_bytes(wire))  # the gradients, then the codes
     buckets = ceil(numel / machine.bucket)
     return Stages(

@@ -26,16 +26,6 @@ from gradwire.kernels.dispatch import choose, compute_dtype, narrow_reference
 from gradwire.kernels.segment_table import Fitting, SegmentTable, memory_order
 
 
-def flatten_bytes(numel: int, source: torch.dtype, wire: torch.dtype) -> int:
-    """Bytes that flattening ``numel`` elements reads and writes."""
-    return numel * (source.itemsize + wire.itemsize)
-
-
-def unflatten_bytes(numel: int, wire: torch.dtype, target: torch.dtype) -> int:
-    """Bytes that unflattening ``numel`` elements reads and writes."""
-    return numel * (wire.itemsize + target.itemsize)
-
-
 def flatten_reference(
     tensors: Sequence[Tensor],
     table: SegmentTable,
@@ -164,7 +154,7 @@ def flatten(
     """Write ``cast(clamp(tensor * scale, -limit, limit))`` of every tensor into its segment of ``out``.
 
     A bucket that is flat already is a list of one tensor; ``out`` may then be that tensor itself, scaled in place.
-    Traffic: `flatten_bytes`, in one launch.
+    One launch.
 
     Args:
         tensors: dense tensors of one dtype (fp32, fp16, bf16, fp64, or complex, read as real pairs) on one device.
@@ -203,7 +193,7 @@ def unflatten(
 ) -> None:
     """Write ``cast(wire * scale)`` of every segment of ``wire`` into its tensor, in place.
 
-    Traffic: `unflatten_bytes`, in one launch.
+    One launch.
 
     Args:
         wire: 1-D, contiguous, ``table.numel`` elements of fp32, fp16, bf16 or fp64.

@@ -33,26 +33,13 @@ import torch
 from torch import Tensor
 
 from gradwire.kernels.counter_random import uniform
-from gradwire.kernels.dispatch import choose, compute_dtype
+from gradwire.kernels.dispatch import choose
 from gradwire.kernels.flatten import flatten, unflatten
 from gradwire.kernels.matrix_table import FactorLayout, Operands
 from gradwire.kernels.segment_table import check_step
 
 # Row norms in this range can be squared in fp64; others take `_renew_carefully`.
 SAFE_NORMS = (1e-140, 1e140)
-
-
-def lowrank_bytes(numel: int, dtype: torch.dtype) -> int:
-    """Bytes that the three passes together read and write for ``numel`` elements of matrices, with error feedback."""
-    gradient, error = dtype.itemsize, compute_dtype(dtype).itemsize
-    if gradient == error:  # M is kept in the target
-        return numel * ((2 * gradient + error) + gradient + (2 * gradient + error))
-    return numel * ((gradient + error) + (gradient + error) + (2 * gradient + 2 * error))
-
-
-def renew_bytes(numel: int, wire: torch.dtype, following: torch.dtype) -> int:
-    """Bytes that renewing ``numel`` elements of factors reads and writes: the wire twice, because norms come first."""
-    return numel * (2 * wire.itemsize + following.itemsize)
 
 
 def project_reference(operands: Operands, q: Tensor, p: Tensor, scale: float) -> None:
@@ -247,7 +234,7 @@ def _renew_carefully(q: Tensor, after: Tensor, key: int, step: Tensor) -> None:
 def project(operands: Operands, q: Tensor, p: Tensor, *, scale: float) -> None:
     """M = G + E; P = scale M Q, for every matrix of a bucket (PowerSGD, algorithm 1).
 
-    Reads G and E, and writes M if it is kept: `lowrank_bytes` for the three passes together.
+    Reads G and E, and writes M if it is kept.
 
     Args:
         operands: the matrices. With ``keep``, the target is overwritten with M. If ``uncompressed`` gradients are sent
@@ -268,7 +255,7 @@ def project(operands: Operands, q: Tensor, p: Tensor, *, scale: float) -> None:
 def backproject(operands: Operands, p: Tensor, q: Tensor, *, scale: float) -> None:
     """Q = scale M^T P, for every matrix of a bucket (PowerSGD, algorithm 1).
 
-    Reads M, or G and E: `lowrank_bytes` for the three passes together.
+    Reads M, or G and E.
 
     Args:
         operands: the matrices, after `project` if it keeps M. Not modified. If ``uncompressed`` gradients are sent with
@@ -288,7 +275,7 @@ def backproject(operands: Operands, p: Tensor, q: Tensor, *, scale: float) -> No
 def reconstruct(operands: Operands, p: Tensor, q: Tensor, finite: Tensor) -> None:
     """out = P Q^T into the target; E = M - out, for every matrix whose factors are finite (algorithm 2).
 
-    Reads M, or G and E, and writes out and E: `lowrank_bytes` for the three passes together.
+    Reads M, or G and E, and writes out and E.
 
     With ``operands.renewal``, P or Q is renewed first, as by `renew`, and the number of the step advances. With
     ``operands.uncompressed``, these gradients are read from their wire.
@@ -315,7 +302,7 @@ def renew(
 ) -> None:
     """next_c = q_c / |q_c| for each column of every finite factor, or a random unit column where q_c is zero.
 
-    Traffic: `renew_bytes`, in two launches.
+    Reads the wire twice, because norms come first, in two launches.
 
     Args:
         wire: the packed factors, averaged over the ranks: fp32, bf16 or fp64.

@@ -54,42 +54,11 @@ from gradwire.kernels.quantize_cpu import (
     sum_quantized_cpu,
 )
 from gradwire.kernels.segment_table import check_step, memory_order
-from gradwire.kernels.wire_formats import Rounding, WireFormat, decode, encode_with_errors
+from gradwire.kernels.wire_formats import Rounding, decode, encode_with_errors
 
 MESSAGE_DTYPES = (torch.uint8,)
 ERROR_DTYPES = (torch.float32, torch.bfloat16)
 MAX_CHECKED = 32  # sets of arguments whose layouts a section remembers: a few for each workspace
-
-
-def quantize_bytes(
-    numel: int, source: torch.dtype, wire: WireFormat, block_size: int, errors: torch.dtype | None
-) -> float:
-    """Bytes that quantizing ``numel`` elements in full blocks reads and writes."""
-    error_bytes = 0 if errors is None else 2 * errors.itemsize
-    return numel * (source.itemsize + error_bytes + wire.block_bytes(block_size) / block_size)
-
-
-def reduce_quantized_bytes(
-    numel: int, world_size: int, wire: WireFormat, block_size: int, errors: torch.dtype | None
-) -> float:
-    """Bytes that reducing one rank's ``numel`` elements, in full blocks, reads and writes."""
-    error_bytes = 0 if errors is None else 2 * errors.itemsize
-    return numel * (error_bytes + (world_size + 1) * wire.block_bytes(block_size) / block_size)
-
-
-def sum_quantized_bytes(numel: int, world_size: int, wire: WireFormat, block_size: int) -> float:
-    """Bytes that summing one rank's ``numel`` elements, in full blocks, reads and writes."""
-    return numel * (4 + world_size * wire.block_bytes(block_size) / block_size)
-
-
-def dequantize_bytes(numel: int, wire: WireFormat, block_size: int, target: torch.dtype) -> float:
-    """Bytes that dequantizing ``numel`` elements in full blocks reads and writes."""
-    return numel * (target.itemsize + wire.block_bytes(block_size) / block_size)
-
-
-def commit_errors_bytes(numel: int, errors: torch.dtype) -> int:
-    """Bytes that committing ``numel`` elements of error memory reads and writes."""
-    return 2 * numel * errors.itemsize
 
 
 def _check_once(
@@ -312,7 +281,7 @@ def quantize(
 ) -> None:
     """Encode ``tensors * scale + errors`` into the cells of ``message``, and write what encoding lost to ``pending``.
 
-    Traffic: `quantize_bytes`, in one launch.
+    One launch.
 
     Args:
         tensors: those that ``section.table`` was built for.
@@ -348,7 +317,7 @@ def reduce_quantized(
     """Encode ``sum(decode(received)) + errors`` into ``result``, and write what encoding lost to ``pending``.
 
     The flag in the header of a piece of ``result`` becomes 1 if one of its sums is not finite. The caller sets the
-    flags to 0 before the first section. Traffic: `reduce_quantized_bytes`, in one launch.
+    flags to 0 before the first section. One launch.
 
     Args:
         received: uint8, [pieces, n, cell_bytes]: cell [p, ``rank``] of the message of each of the n ranks.
@@ -371,7 +340,7 @@ def reduce_quantized(
 
 
 def sum_quantized(received: Tensor, section: Section, total: Tensor, *, rank: int) -> None:
-    """``total = sum(decode(received))``, the end of a reduce-scatter. Traffic: `sum_quantized_bytes`, in one launch.
+    """``total = sum(decode(received))``, the end of a reduce-scatter, in one launch.
 
     Args:
         received: uint8, [pieces, n, cell_bytes]: cell [p, ``rank``] of the message of each of the n ranks.
@@ -391,8 +360,7 @@ def sum_quantized(received: Tensor, section: Section, total: Tensor, *, rank: in
 def dequantize(gathered: Tensor, section: Section, tensors: Sequence[Tensor]) -> None:
     """Decode the cells of ``gathered`` into the tensors, in place.
 
-    Finite values saturate at the range of the tensors' dtype if that is fp16 or bf16. Traffic: `dequantize_bytes`, in
-    one launch.
+    Finite values saturate at the range of the tensors' dtype if that is fp16 or bf16. One launch.
 
     Args:
         gathered: uint8, [pieces, n, cell_bytes]: piece p of the result of each of the n ranks.
@@ -411,7 +379,7 @@ def dequantize(gathered: Tensor, section: Section, tensors: Sequence[Tensor]) ->
 def commit_errors(gathered: Tensor, pending: Tensor, errors: Tensor) -> None:
     """Copy ``pending`` to ``errors`` unless a header of ``gathered`` has a flag. A GPU is not synchronized.
 
-    Traffic: `commit_errors_bytes`, in one launch.
+    One launch.
 
     Args:
         gathered: uint8, [pieces, n, cell_bytes].

@@ -1,25 +1,29 @@
-"""`gradwire bench kernels`: shape tables, arithmetic, checks, the model, tables, and runs of the command."""
+"""`gradwire bench kernels`: shape tables, arithmetic, checks, tables, and runs of the command."""
 
 from math import prod
-from types import SimpleNamespace
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from gradwire.bench import kernel_cases
 from gradwire.bench.implementations import GRADWIRE
-from gradwire.bench.kernel_cases import CASES, COMPARED, KernelCase
+from gradwire.bench.kernel_bytes import (
+    copy_bytes,
+    dequantize_bytes,
+    lowrank_bytes,
+    quantize_bytes,
+    reduce_quantized_bytes,
+    sum_quantized_bytes,
+)
+from gradwire.bench.kernel_cases import CASES, KernelCase
 from gradwire.bench.kernels import COPY, run, tables
-from gradwire.bench.record import Measured, Metric, load, records_of
+from gradwire.bench.record import Measured, Metric, records_of
 from gradwire.bench.shapes import SHAPES, buckets
 from gradwire.bench.tables import find
 from gradwire.bench.timing import Timing
-from tools import compiled, kernel_model
-from tools.compiled import TARGET_NAMES
+from gradwire.kernels import WIRE_FORMATS, lowrank
 
 CPU = torch.device("cpu")
-needs_compiler = pytest.mark.skipif(compiled.obstacle() is not None, reason=f"{compiled.obstacle()}")
 SMALL = [[(192, 192), (40,)], [(256, 32, 3, 3), (7,), (1, 50, 20)]]
 
 
@@ -131,111 +135,15 @@ def test_table_compares_implementations(facts):
     assert only.rows == [["gpt2-124m, 1056 MiB", "1,014", *["1,928"] * 4, "9.9", "88 %"]]
 
 
-class Counter:
-    """Stands in for `ProgramCounter`: instructions of launches, by their names; each has 25 programs, 2 at a time."""
-
-    def __init__(self, **counts):
-        self.counts = counts
-
-    def __call__(self, launch):
-        return kernel_model.Programs(self.counts[launch], 25, 2)
-
-
-GPU = kernel_model.Gpu("a GPU", "sm_90", bandwidth=1e9, source="made up", multiprocessors=10, clock_hz=1e6)
-
-
-@pytest.mark.parametrize(
-    "counts, for_instructions, expected",
-    [
-        ({"a": 4000.0, "b": 0.0}, 100.0, 4 + 1000),  # limited by bytes
-        ({"a": 40_000.0, "b": 60_000.0}, 2500.0, 4 + 2500),  # limited by instructions
-        ({"a": None, "b": 4000.0}, 100.0, 4 + 1000),
-    ],
-)
-def test_modeled_time_is_launches_plus_slower_of_bytes_and_instructions(counts, for_instructions, expected):
-    numbers = kernel_model.modeled([1_000_000], [["a", "b"]], GPU, Counter(**counts))
-    assert numbers == {
-        kernel_model.LAUNCHES_US: 4.0,
-        kernel_model.BYTES_US: 1000.0,
-        kernel_model.INSTRUCTIONS_US: for_instructions,
-        kernel_model.MODELED_US: expected,
-        kernel_model.WAVES: 2 * 25 / 20,
-        kernel_model.WHOLE_WAVES_US: 4 + (expected - 4) * 4 / 2.5,
-        Metric.LAUNCHES: 2,
-        kernel_model.UNCOUNTED: list(counts.values()).count(None),
-    }
-
-
-def test_modeled_time_is_mean_over_buckets():
-    numbers = kernel_model.modeled([1_000_000, 3_000_000], [["a"], ["a", "a"]], GPU, Counter(a=0.0))
-    assert (numbers[Metric.LAUNCHES], numbers[kernel_model.MODELED_US]) == (1.5, 3 + 2000)
-
-
-@needs_compiler
-@pytest.mark.parametrize(
-    "registers, threads, shared, target, expected",
-    [
-        (64, 256, 0, "sm_90", 4),  # by registers
-        (57, 128, 0, "sm_90", 8),  # a thread's registers are rounded up to a multiple of 8
-        (16, 256, 0, "sm_90", 8),  # by warps
-        (16, 32, 0, "sm_90", 32),  # by programs
-        (32, 128, 40 << 10, "sm_80", 4),  # by shared memory, of which each program takes 1 KiB more
-        (32, 128, 40 << 10, "sm_100", 5),
-    ],
-)
-def test_resident_programs_follow_from_the_scarcest_resource(registers, threads, shared, target, expected):
-    from tools import assembly
-
-    binary = assembly.Binary(registers, 0, shared, 0, 0, 0)
-    compiled = SimpleNamespace(threads=threads, target=target)
-    assert assembly.resident_programs(binary, compiled) == expected
-
-
-def test_gpus_copy_between_10_and_30_bytes_per_clock_and_multiprocessor():
-    for gpu in kernel_model.GPUS.values():
-        assert 10 < gpu.bandwidth / gpu.multiprocessors / gpu.clock_hz < 30
-        assert gpu.target in TARGET_NAMES
-
-
-@needs_compiler
-@pytest.mark.parametrize("name", COMPARED)
-def test_launches_of_a_case_are_recorded_without_memory(name):
-    cases, launches = kernel_model.recorded_cases(CASES[name], SMALL)
-    assert len(launches) == len(SMALL) == len(cases)
-    assert all(launches)
-
-
-@needs_compiler
-def test_instructions_grow_with_the_grid_and_a_variant_is_compiled_once(monkeypatch):
-    from tools import ahead_of_time
-
-    compiled, compile_launch = [], ahead_of_time.compile_launch
-    monkeypatch.setattr(ahead_of_time, "compile_launch", lambda *of: compiled.append(of) or compile_launch(*of))
-    _, ((launch,),) = kernel_model.recorded_cases(CASES[COMPARED[0]], [[(4096,), (8192,)]])
-    counter = kernel_model.ProgramCounter("sm_90")
-    three, six = counter(launch), counter(launch._replace(grid=(6,)))
-    assert six == (2 * three.instructions, 6, three.resident)
-    assert three.instructions > 3 * 4096 / kernel_model.WARP
-    assert len(compiled) == 1
-
-
-@needs_compiler
-def test_command_writes_modeled_times_and_labels_them(tmp_path, monkeypatch):
-    monkeypatch.setitem(SHAPES, "gpt2-124m", lambda: iter([(300, 200), (200,)] * 4))
-    monkeypatch.setattr(kernel_model, "COMPARED", COMPARED[:2])
-    path = tmp_path / "model.jsonl"
-    options = ["--models", "gpt2-124m", "--sizes", "1", "--output", str(path)]
-    done = CliRunner().invoke(kernel_model.app, ["h200", *options])
-    assert done.exit_code == 0, done.output
-    records = load(path)
-    assert {record.implementation for record in records} == {"model of h200"}
-    assert all("modeled" in record.metric or "launches" in record.metric for record in records)
-    assert records[0].provenance["settings"]["modeled_gpu"] == "h200"
-    assert done.output.count("modeled, not measured") == 3  # two titles and a note
-
-
-@pytest.mark.parametrize("arguments", [["v100"], ["h200", "--rounds", "3"]])
-def test_unknown_gpu_or_option_without_effect_of_the_model_is_refused(arguments):
-    done = CliRunner().invoke(kernel_model.app, arguments)
-    assert done.exit_code == 2
-    assert arguments[-2:][0] in done.output
+def test_byte_counts_agree_with_docstrings():
+    fp16, bf16, fp32, fp64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+    assert copy_bytes(10, fp32, bf16) == 60
+    assert [lowrank_bytes(1, dtype) for dtype in (fp32, bf16, fp16, fp64)] == [28, 24, 24, 56]
+    assert "= 28 N in fp32" in lowrank.__doc__
+    assert "= 24 N with 16-bit gradients" in lowrank.__doc__
+    int4 = WIRE_FORMATS["int4"]
+    assert quantize_bytes(64, fp32, int4, 64, fp32) == 64 * (4 + 8) + 32 + 2
+    assert quantize_bytes(64, bf16, int4, 64, None) == 64 * 2 + 34
+    assert reduce_quantized_bytes(64, 4, int4, 64, bf16) == 64 * 4 + 5 * 34
+    assert sum_quantized_bytes(64, 4, int4, 64) == 64 * 4 + 4 * 34
+    assert dequantize_bytes(64, int4, 64, fp16) == 64 * 2 + 34

@@ -149,8 +149,8 @@ def test_report_prints_tables_and_draws_plots_of_every_benchmark(name, tmp_path)
 
 
 def test_report_refuses_files_without_results_of_a_benchmark(tmp_path):
-    done = CliRunner().invoke(app, ["bench", "report", str(ROOT / "bench" / "results" / "compiled.jsonl")])
-    assert done.exit_code == 1 and "has results of 'compiled', not of a benchmark" in " ".join(done.output.split())
+    done = CliRunner().invoke(app, ["bench", "report", str(ROOT / "bench" / "results" / "soak.jsonl")])
+    assert done.exit_code == 1 and "has results of 'soak', not of a benchmark" in " ".join(done.output.split())
     (tmp_path / "other.jsonl").write_text("no records")
     done = CliRunner().invoke(app, ["bench", "report", str(tmp_path / "other.jsonl")])
     assert done.exit_code == 1 and "is not a file that" in done.output

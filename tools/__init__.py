@@ -1,1 +1,1 @@
-"""Developers' tools: compiled kernels, a model of their times, pages from results, comparison of results."""
+"""Developers' tools: pages from results, comparison of results, validation runs, planted defects."""

@@ -17,7 +17,7 @@ from gradwire.bench.plots import DRAWINGS
 from gradwire.bench.record import Record, RecordError, load, replacing, unique
 from gradwire.bench.tables import Table, machine_line
 from gradwire.cli.bench import TABLES as BENCH_TABLES
-from tools import advice_error, compiled, gpu, page_tables, rounding, soak
+from tools import advice_error, gpu, page_tables, rounding, soak
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -28,7 +28,6 @@ PAGES = (
     "docs/quantization.md",
     "docs/advise.md",
     "docs/telemetry.md",
-    "docs/compiled-kernels.md",
     "docs/guarantees.md",
 )
 PLOTS = "docs/plots"
@@ -47,7 +46,6 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[..., list[Table]]]] = {
     "advise": (("advise",), advice_error.tables),
     "choice": (("network", "converge_text"), page_tables.hooks),
     "wires": (("converge_text", "rounding"), page_tables.wire_formats),
-    "compiled": (("compiled",), compiled.tables),
     "soak": (("soak",), soak.tables),
     "gpu": (("gpu",), gpu.tables),
 }

@@ -37,6 +37,14 @@ from gradwire.bench.implementations import (
     needs_one_bucket,
     prepare,
 )
+from gradwire.bench.kernel_bytes import (
+    copy_bytes,
+    dequantize_bytes,
+    lowrank_bytes,
+    quantize_bytes,
+    reduce_quantized_bytes,
+    renew_bytes,
+)
 from gradwire.bench.kernel_cases import BLOCK_SIZE, CASES, COMPILED, check, copy_bandwidth, time_cases
 from gradwire.bench.namespaces import Rate
 from gradwire.bench.record import percentiles_ms
@@ -179,7 +187,7 @@ def hook_bytes(hook: str, shapes: Sequence[Sequence[Shape]]) -> float | None:
     registration: tuple[Any, Any] = HOOKS[hook].make(None, FIRST_COMPRESSED) or (None, None)
     state, function = registration
     if (wire := HOOKS[hook].wire) is not None:
-        return kernels.flatten_bytes(numel, fp32, wire) + kernels.unflatten_bytes(numel, wire, fp32)
+        return 2 * copy_bytes(numel, fp32, wire)  # flatten, unflatten
     if function is quantization_hook:
         formats = state.options.wire_formats(layouts)
         return sum(_quantized_bytes(t.numel(), format) for t, format in zip(layouts, formats, strict=True))
@@ -188,11 +196,10 @@ def hook_bytes(hook: str, shapes: Sequence[Sequence[Shape]]) -> float | None:
         matrices = [m for m in state.options.policy.matrix_shapes(layouts) if m is not None]
         compressed = sum(m.matrices * m.rows * m.columns for m in matrices)
         return (
-            kernels.lowrank_bytes(compressed, fp32)
-            + kernels.orthogonalize_bytes(sum(m.matrices * m.rank * m.rows for m in matrices), sent, fp32)
-            + kernels.renew_bytes(sum(m.matrices * m.rank * m.columns for m in matrices), sent, fp32)
-            + kernels.flatten_bytes(numel - compressed, fp32, fp32)
-            + kernels.unflatten_bytes(numel - compressed, fp32, fp32)
+            lowrank_bytes(compressed, fp32)
+            + copy_bytes(sum(m.matrices * m.rank * m.rows for m in matrices), sent, fp32)  # orthogonalize
+            + renew_bytes(sum(m.matrices * m.rank * m.columns for m in matrices), sent, fp32)
+            + 2 * copy_bytes(numel - compressed, fp32, fp32)
         )
     return None
 
@@ -200,10 +207,10 @@ def hook_bytes(hook: str, shapes: Sequence[Sequence[Shape]]) -> float | None:
 def _quantized_bytes(numel: int, format: kernels.WireFormat) -> float:
     fp32 = torch.float32
     return (
-        kernels.quantize_bytes(numel, fp32, format, BLOCK_SIZE, fp32)
-        + kernels.reduce_quantized_bytes(numel, 1, format, BLOCK_SIZE, fp32)
-        + kernels.dequantize_bytes(numel, format, BLOCK_SIZE, fp32)
-        + kernels.commit_errors_bytes(2 * numel, fp32)  # errors of both shots
+        quantize_bytes(numel, fp32, format, BLOCK_SIZE, fp32)
+        + reduce_quantized_bytes(numel, 1, format, BLOCK_SIZE, fp32)
+        + dequantize_bytes(numel, format, BLOCK_SIZE, fp32)
+        + copy_bytes(2 * numel, fp32, fp32)  # errors of both shots
     )
 
 

@@ -21,9 +21,17 @@ from gradwire.kernels import (
 )
 from gradwire.kernels.dispatch import next_power_of_2
 from gradwire.kernels.orthogonalize_triton import SHORTENING, longest_small
-from tests.kernels.ahead_of_time import BF16, FP16, FP32, check_program_number, compiled
+from tests.kernels.ahead_of_time import (
+    BF16,
+    FP16,
+    FP32,
+    TARGETS,
+    check_program_number,
+    compiled,
+    intermediate,
+    recorded_launches,
+)
 from tests.kernels.cases import name
-from tools.ahead_of_time import TARGETS, intermediate, recorded_launches
 
 # The largest number of registers a thread may take, by the rank that a kernel is compiled for: 255 is all there is,
 # and 128 for the 16 warps of Gram-Schmidt.

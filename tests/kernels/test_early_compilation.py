@@ -11,10 +11,9 @@ import torch.distributed as dist
 
 from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
-from tests.kernels import ahead_of_time  # noqa: F401 (skips this module where nothing can be compiled)
+from tests.kernels.ahead_of_time import kernel_modules
 from tests.kernels.empty_driver import empty_gpu
 from tests.support.training import SMALLEST, WRAPPERS, build, own_batches, register
-from tools.ahead_of_time import kernel_modules
 
 JITFunction = pytest.importorskip("triton").runtime.JITFunction
 START = 2

@@ -7,7 +7,6 @@ from gradwire.kernels import (
     SegmentTable,
     compute_dtype,
     flatten,
-    flatten_bytes,
     flatten_reference,
     segment_table,
     unflatten,
@@ -302,11 +301,6 @@ def test_misfitting_wire_raises(make_wire, message, device):
         flatten(tensors, wire)
     with pytest.raises(ValueError, match=message):
         unflatten(wire, tensors)
-
-
-def test_bytes_count_reads_and_writes():
-    assert flatten_bytes(10, torch.float32, torch.bfloat16) == 60
-    assert flatten_bytes(10, torch.float64, torch.float16) == 100
 
 
 def test_flatten_ignores_default_device():

@@ -13,12 +13,11 @@ import torch.distributed as dist
 
 from gradwire.bench.gpu import hook_checks, kernel_checks, timings
 from gradwire.bench.gpu.compare import Skipped
+from gradwire.bench.implementations import GRADWIRE
 from gradwire.bench.kernel_cases import CASES
 from gradwire.bench.shapes import rotation
-from tests.kernels import ahead_of_time  # noqa: F401 (skips this module where nothing can be compiled)
+from tests.kernels.ahead_of_time import compile_launch, intermediate, recorded_launches, variant
 from tests.support.rehearsal import gpu_on_cpu, register_backend
-from tools.ahead_of_time import compile_launch, intermediate, recorded_launches, variant
-from tools.kernel_model import recorded_cases
 
 TARGET = "sm_90"
 CHECKS = ("same", "within", "require", "assert_same", "assert_equal_on_all_ranks")
@@ -39,9 +38,10 @@ def of_case(case):
 
 
 def of_bench(name, mib):
-    buckets = timings.buckets_of(timings.MODEL, mib, torch.device("cuda"))
-    _, launches = recorded_cases(CASES[name], rotation(buckets, mib))
-    return [launch for of_bucket in launches for launch in of_bucket]
+    shapes = rotation(timings.buckets_of(timings.MODEL, mib, torch.device("cuda")), mib)
+    cases = []
+    recorded_launches(lambda: cases.extend(CASES[name](bucket, torch.device("meta")) for bucket in shapes))
+    return recorded_launches(lambda: [case.implementations[GRADWIRE]() for case in cases])
 
 
 KERNELS = {

@@ -21,7 +21,6 @@ from gradwire.kernels import (
     backproject,
     backproject_reference,
     flatten,
-    lowrank,
     matrix_table,
     project,
     project_reference,
@@ -482,12 +481,3 @@ def test_low_rank_gradient_is_reproduced_without_error(dtype, device):
     reconstruct(filled.operands, p, found_q, filled.flags().window)
     assert torch.equal(filled.operands.target[0], matrix.to(dtype))
     assert not filled.operands.error[0].any()
-
-
-def test_lowrank_bytes_matches_docstring():
-    assert lowrank.lowrank_bytes(1, torch.float32) == 28
-    assert lowrank.lowrank_bytes(1, torch.bfloat16) == 24
-    assert lowrank.lowrank_bytes(1, torch.float16) == 24
-    assert lowrank.lowrank_bytes(3, torch.float64) == 3 * 56
-    assert "= 28 N in fp32" in lowrank.__doc__
-    assert "= 24 N with 16-bit gradients" in lowrank.__doc__

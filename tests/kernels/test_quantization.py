@@ -12,18 +12,13 @@ from gradwire.kernels import (
     Rounding,
     WireFormat,
     commit_errors,
-    commit_errors_bytes,
     commit_errors_reference,
     dequantize,
-    dequantize_bytes,
     quantize,
-    quantize_bytes,
     quantize_cpu,
     reduce_quantized,
-    reduce_quantized_bytes,
     reduce_quantized_reference,
     sum_quantized,
-    sum_quantized_bytes,
     sum_quantized_reference,
 )
 from gradwire.kernels import block_table as block_table_module
@@ -38,7 +33,6 @@ from tests.kernels.quantized_cases import (
     KINDS,
     ODD_FORMATS,
     PUBLIC,
-    RAW_FORMATS,
     REFERENCE,
     SCALED_FORMATS,
     Exchange,
@@ -415,14 +409,3 @@ def test_decoded_values_saturate_at_the_range_of_the_gradients(dtype, device):
         dequantize(message, layout.sections[0], [out])
         assert (out == limit).all() or (wire == "bf16" and dtype == BF16)
         assert out.isfinite().all()
-
-
-def test_bytes_count_reads_and_writes():
-    int4 = WIRE_FORMATS["int4"]
-    assert quantize_bytes(64, FP32, int4, 64, FP32) == 64 * (4 + 8) + 32 + 2
-    assert quantize_bytes(64, BF16, int4, 64, None) == 64 * 2 + 34
-    assert reduce_quantized_bytes(64, 4, int4, 64, BF16) == 64 * 4 + 5 * 34
-    assert sum_quantized_bytes(64, 4, int4, 64) == 64 * 4 + 4 * 34
-    assert dequantize_bytes(64, int4, 64, FP16) == 64 * 2 + 34
-    assert commit_errors_bytes(64, FP32) == 64 * 8
-    assert len(RAW_FORMATS) + len(SCALED_FORMATS) == len(FORMATS)

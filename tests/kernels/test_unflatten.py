@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.kernels import SegmentTable, flatten, segment_table, unflatten, unflatten_bytes, unflatten_reference
+from gradwire.kernels import SegmentTable, flatten, segment_table, unflatten, unflatten_reference
 from gradwire.kernels.segment_table import CPU_BLOCK_NUMEL
 from tests.kernels.cases import (
     PROPERTY,
@@ -204,8 +204,3 @@ def test_unflatten_of_empty_tensors_leaves_absmax_unchanged(device):
     absmax = torch.tensor([2.0], device=device)
     unflatten(torch.empty(0, device=device), [torch.empty(3, 0, device=device)], absmax=absmax)
     assert absmax.item() == 2.0
-
-
-def test_bytes_count_reads_and_writes():
-    assert unflatten_bytes(10, torch.bfloat16, torch.float32) == 60
-    assert unflatten_bytes(10, torch.float16, torch.float64) == 100

@@ -28,8 +28,7 @@ from gradwire.compress import (
     scaled_cast_all_reduce,
 )
 from gradwire.kernels import SegmentTable
-from tests.kernels import ahead_of_time  # noqa: F401 (skips this module where nothing can be compiled)
-from tools.ahead_of_time import recorded_launches, variant
+from tests.kernels.ahead_of_time import recorded_launches, variant
 
 STEPS = range(14, 19)  # a multiple of 16 among them
 CPU = torch.device("cpu")

@@ -250,7 +250,10 @@ def test_only_an_aggressive_hook_is_worthwhile_and_none_is_recommended():
     slow = hook("none", 10**8, 0.0), hook("bf16", 5 * 10**7, 1.0)
     case = measured(5e9, *slow, hook("powersgd-r1", 10**5, 0.0))
     assert "no hook makes a step 5 % faster" in told(measured(5e9, *slow, hook("powersgd-r1", 10**5, 1.0)))
-    assert "Do not compress: no hook that is not aggressive (!) makes a step 5 % faster; the best is bf16 with 0." in told(case)
+    assert (
+        "Do not compress: no hook that is not aggressive (!) makes a step 5 % faster; the best is bf16 with 0."
+        in told(case)
+    )
     assert "powersgd-r1 would be " in told(case)
     assert json.loads(to_json(case, advise(case)))["recommended"] == "none"
 

@@ -1,0 +1,51 @@
+"""Bytes that the kernels read and write for ``numel`` elements, in full blocks where there are blocks."""
+
+from __future__ import annotations
+
+import torch
+
+from gradwire.kernels import WireFormat, compute_dtype
+
+
+def copy_bytes(numel: int, source: torch.dtype, target: torch.dtype) -> int:
+    """Bytes of `flatten`, `unflatten`, `commit_errors`; at least those of `orthogonalize`."""
+    return numel * (source.itemsize + target.itemsize)
+
+
+def lowrank_bytes(numel: int, dtype: torch.dtype) -> int:
+    """Bytes of `project`, `backproject` and `reconstruct` together, with error feedback; ``numel`` of the matrices."""
+    gradient, error = dtype.itemsize, compute_dtype(dtype).itemsize
+    if gradient == error:  # M is kept in the target
+        return numel * ((2 * gradient + error) + gradient + (2 * gradient + error))
+    return numel * ((gradient + error) + (gradient + error) + (2 * gradient + 2 * error))
+
+
+def renew_bytes(numel: int, wire: torch.dtype, following: torch.dtype) -> int:
+    """Bytes of `renew`: the wire twice, because norms come first."""
+    return numel * (2 * wire.itemsize + following.itemsize)
+
+
+def quantize_bytes(
+    numel: int, source: torch.dtype, wire: WireFormat, block_size: int, errors: torch.dtype | None
+) -> float:
+    """Bytes of `quantize`."""
+    error_bytes = 0 if errors is None else 2 * errors.itemsize
+    return numel * (source.itemsize + error_bytes + wire.block_bytes(block_size) / block_size)
+
+
+def reduce_quantized_bytes(
+    numel: int, world_size: int, wire: WireFormat, block_size: int, errors: torch.dtype | None
+) -> float:
+    """Bytes of `reduce_quantized`; ``numel`` of one rank's shard."""
+    error_bytes = 0 if errors is None else 2 * errors.itemsize
+    return numel * (error_bytes + (world_size + 1) * wire.block_bytes(block_size) / block_size)
+
+
+def sum_quantized_bytes(numel: int, world_size: int, wire: WireFormat, block_size: int) -> float:
+    """Bytes of `sum_quantized`; ``numel`` of one rank's shard."""
+    return numel * (4 + world_size * wire.block_bytes(block_size) / block_size)
+
+
+def dequantize_bytes(numel: int, wire: WireFormat, block_size: int, target: torch.dtype) -> float:
+    """Bytes of `dequantize`."""
+    return numel * (target.itemsize + wire.block_bytes(block_size) / block_size)
