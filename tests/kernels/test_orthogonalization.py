@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradwire.kernels import FactorLayout, orthogonalize, orthogonalize_reference, orthogonalize_triton
+from gradwire.kernels.orthogonalize import ONE_ROUND_ERROR, orthogonalize_cpu
 from tests.kernels.cases import INTERPRETED, PROPERTY, name
 from tests.kernels.exact import Guarded, assert_same_bits
 from tests.kernels.matrix_cases import FACTOR_WIRES, assert_gaps_untouched, numbers, packed, unit
@@ -436,6 +437,18 @@ def test_copy_is_dropped_where_squares_leave_range_of_fp64(size):
     assert flag == 1
     assert p.any(1).tolist() == [True, False, True]
     torch.testing.assert_close(p @ p.t(), torch.diag(torch.tensor([1.0, 0.0, 1.0], dtype=p.dtype)), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("condition", [3e3, 1e4, 3e4])
+def test_second_round_on_cpus_reaches_error_of_single_round(condition):
+    rows = [with_condition(*size, condition, np.random.default_rng(0)) for size in ((2, 40), (4, 100), (16, 300))]
+    factor = FactorLayout([len(w) for w in rows], [w.shape[1] for w in rows])
+    # Into fp64, because the rounding of fp32 is larger than what the second round mends.
+    out, finite = torch.zeros(factor.numel, dtype=torch.float64), torch.zeros(3, dtype=torch.int32)
+    wire = packed(factor, rows, torch.float64)
+    orthogonalize_cpu(wire, factor, out, finite)
+    for p in factor.views(out):
+        assert (p @ p.mT - torch.eye(len(p))).abs().max() <= ONE_ROUND_ERROR
 
 
 def test_second_round_makes_large_factor_orthonormal(device, large):

@@ -258,6 +258,7 @@ def graphs_on_cpu() -> Iterator[type[GraphOnCpu]]:
         (lowrank, "renew_cpu", _recorded),
         (flatten, "flatten_cpu", partial(_by_segment_addresses, position=0)),
         (flatten, "unflatten_cpu", partial(_by_segment_addresses, position=1)),
+        (orthogonalize, "orthogonalize_cpu", _recorded),
         (orthogonalize, "orthogonalize_reference", _recorded),
         (quantize, "quantize_cpu", partial(_by_block_addresses, position=0)),
         (quantize, "reduce_quantized_cpu", _recorded),
