@@ -37,10 +37,6 @@ from gradwire.kernels import (
     Section,
     SegmentTable,
     WireFormat,
-    commit_errors,
-    dequantize,
-    quantize,
-    sum_quantized,
 )
 
 
@@ -71,21 +67,28 @@ async def quantized_all_reduce_on_nodes(
         await bucket.hand_over(bucket.inherited)
     # Reduce-scatter inside the node, in the gradients' dtype with sums in fp32. It loses nothing, so it needs no error
     # memory.
+    bucket.layout.check_tensors(source)
+    if target is not source:
+        bucket.layout.check_tensors(target)
+    kernels = shard.kernels
     for members, section in zip(bucket.members, bucket.inside.sections, strict=True):
-        quantize([source[i] for i in members], section, message, scale=1)
+        if section.table.n_blocks > 0:
+            kernels.quantize([source[i] for i in members], section, message, 1.0, None, None, None)
     await bucket.within.all_to_all(received, message)
     for total, section in zip(sums, bucket.inside.sections, strict=True):
-        sum_quantized(received, section, total, rank=bucket.within.rank)
+        if section.table.n_blocks > 0:
+            kernels.sum_quantized(received, section, total, bucket.within.rank)
     # Between nodes.
     step = shard.start_step(sums, sums, iteration, buffers)
     await two_shots(step, 1 / transport.world_size, bucket.between)
     # All-gather inside the node.
     await bucket.within.all_gather(gathered.view(1, bucket.within.world_size, -1), step.message.view(1, -1))
     for members, section in zip(bucket.members, bucket.message_layout.sections, strict=True):
-        dequantize(gathered, section, [target[i] for i in members])
+        if section.table.n_blocks > 0:
+            kernels.dequantize(gathered, section, [target[i] for i in members])
     if step.pending is not None:
         assert shard.errors is not None
-        commit_errors(gathered, step.pending, shard.errors)
+        kernels.commit_errors(gathered, step.pending, shard.errors)
     bucket.inherited = None
 
 

@@ -38,16 +38,14 @@ from gradwire.kernels import (
     BlockTable,
     FactorLayout,
     MessageLayout,
+    QuantizationKernels,
     Rounding,
     Section,
     SegmentTable,
     WireFormat,
-    commit_errors,
-    dequantize,
+    bound_quantization,
     is_capturing,
-    quantize,
     random_key,
-    reduce_quantized,
     use_triton,
 )
 
@@ -102,12 +100,15 @@ async def quantized_all_reduce(
         >>> bool((applied - gradients[0]).norm() < (results[0] - gradients[0]).norm() / 5)
         True
     """
+    bucket.layout.check_tensors(source)
+    if target is not source:
+        bucket.layout.check_tensors(target)
     step = bucket.start_step(source, target, iteration, workspace.wires(*bucket.wires))
     await two_shot_all_reduce(step, 1 / transport.world_size, transport)
     # Errors change last: only the gathered message tells whether a gradient was inf or NaN on any rank.
     if step.pending is not None:
         assert bucket.errors is not None
-        commit_errors(step.message, step.pending, bucket.errors)
+        step.kernels.commit_errors(step.message, step.pending, bucket.errors)
 
 
 async def two_shot_all_reduce(step: QuantizedStep, scale: float, transport: Transport) -> None:
@@ -115,7 +116,7 @@ async def two_shot_all_reduce(step: QuantizedStep, scale: float, transport: Tran
     await two_shots(step, scale, transport)
     # A rank decodes its own shard from the message, too: its fp32 sum is more precise than the others' copies.
     for each in step.sections:
-        dequantize(step.message, each.section, each.target)
+        step.kernels.dequantize(step.message, each.section, each.target)
 
 
 async def two_shots(step: QuantizedStep, scale: float, transport: Transport) -> None:
@@ -123,14 +124,8 @@ async def two_shots(step: QuantizedStep, scale: float, transport: Transport) -> 
     # First shot (DoubleSqueeze, algorithm 1, worker). E joins before quantization, so the residual of earlier steps is
     # sent again. A rank sends each shard only to the rank that sums it: (n - 1) / n of one message (ZeRO++, 3.3).
     for each in step.sections:
-        quantize(
-            each.source,
-            each.section,
-            step.message,
-            scale=scale,
-            errors=each.errors,
-            pending=each.pending,
-            rounding=step.first_rounding,
+        step.kernels.quantize(
+            each.source, each.section, step.message, scale, each.errors, each.pending, step.first_rounding
         )
     if step.message.device.type == "cpu":
         _passes_in(step.message).fill_(transport.n_passes)
@@ -140,14 +135,14 @@ async def two_shots(step: QuantizedStep, scale: float, transport: Transport) -> 
     # Second shot (algorithm 1, server; here every rank serves one shard). The sum is in rank order, not in order of
     # arrival, which would change its last bits. Quantizing it again has a residual of its own, E2.
     for each in step.sections:
-        reduce_quantized(
+        step.kernels.reduce_quantized(
             step.received,
             each.section,
             step.result,
-            rank=transport.rank,
-            errors=each.shard_errors,
-            pending=each.shard_pending,
-            rounding=step.second_rounding,
+            transport.rank,
+            each.shard_errors,
+            each.shard_pending,
+            step.second_rounding,
         )
     await transport.all_gather(step.message, step.result)
 
@@ -172,7 +167,8 @@ class SectionTensors(NamedTuple):
 class QuantizedStep(NamedTuple):
     """The tensors of one bucket in one step: buffers in the workspace, valid until its next use."""
 
-    sections: list[SectionTensors]  # one for each wire format
+    kernels: QuantizationKernels
+    sections: list[SectionTensors]  # one for each wire format that has blocks
     message: Tensor  # codes of all gradients, uint8 [pieces, n, cell bytes]; in the second shot, the gathered results
     received: Tensor  # this rank's cells of all ranks' messages, uint8 [pieces, n, cell bytes]
     result: Tensor  # codes of their sums, uint8 [pieces, cell bytes]
@@ -253,7 +249,7 @@ class QuantizedMessage:
         iteration: int = 0,
     ) -> None:
         names = names if names is not None else [str(i) for i in range(len(layouts))]
-        self._rank = transport.rank
+        self._rank, self.kernels = transport.rank, bound_quantization(layouts[0].device)
         self.counter = torch.full((1,), iteration, dtype=torch.int64, device=layouts[0].device)
         self._members, groups = sections_by_format(layouts, formats, names, options)
         # The transport chooses the number of pieces by the size of an unsplit message.
@@ -316,8 +312,10 @@ class QuantizedMessage:
                 after[n + k],
             )
             for k, (section, members) in enumerate(zip(layout.sections, self._members, strict=True))
+            if section.table.n_blocks > 0
         ]
         return QuantizedStep(
+            self.kernels,
             sections_in_step,
             message.view(layout.message_shape),
             received.view(layout.message_shape),

@@ -31,10 +31,8 @@ from gradwire.kernels import (
     Rounding,
     Section,
     WireFormat,
-    commit_errors,
-    quantize,
+    bound_quantization,
     random_key,
-    sum_quantized,
 )
 
 
@@ -72,15 +70,17 @@ async def quantized_reduce_scatter(
         strict=True,
     )
     for tensors, section, kept, after in sections:
-        quantize(tensors, section, message, scale=1, errors=kept, pending=after, rounding=rounding)
+        if section.table.n_blocks > 0:
+            bucket.kernels.quantize(tensors, section, message, 1.0, kept, after, rounding)
     if errors is not None:
         bucket.raise_flag(message)
     await transport.all_to_all(received, message)
     for total, section in zip(sums, layout.sections, strict=True):
-        sum_quantized(received, section, total, rank=transport.rank)
+        if section.table.n_blocks > 0:
+            bucket.kernels.sum_quantized(received, section, total, transport.rank)
         bucket.copy_shard(section, total.mul_(scale), output)
     if errors is not None and pending is not None:
-        commit_errors(received, pending, errors)
+        bucket.kernels.commit_errors(received, pending, errors)
 
 
 class ScatterBucket:
@@ -114,6 +114,7 @@ class ScatterBucket:
         options: Quantization,
     ) -> None:
         self.world_size, self.shard_numel = transport.world_size, sum(lengths)
+        self.kernels = bound_quantization(device)
         self.counter = torch.zeros(1, dtype=torch.int64, device=device)
         self._runs: dict[WireFormat, list[tuple[int, int]]] = {}  # start and stop in a shard
         self._places: dict[str, tuple[int, int, int]] = {}  # section, start in a shard's blocks of it, and length

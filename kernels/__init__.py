@@ -52,6 +52,8 @@ from gradwire.kernels.matrix_table import (
 )
 from gradwire.kernels.orthogonalize import orthogonalize, orthogonalize_reference
 from gradwire.kernels.quantize import (
+    QuantizationKernels,
+    bound_quantization,
     commit_errors,
     commit_errors_reference,
     dequantize,
@@ -91,6 +93,7 @@ __all__ = [
     "MatrixTable",
     "MessageLayout",
     "Operands",
+    "QuantizationKernels",
     "Renewal",
     "Rounding",
     "Section",
@@ -100,6 +103,7 @@ __all__ = [
     "as_real",
     "backproject",
     "backproject_reference",
+    "bound_quantization",
     "commit_errors",
     "commit_errors_reference",
     "compute_dtype",

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
@@ -159,7 +159,6 @@ class Section:
     blocks_per_cell: int
     scales_at: int
     payload_at: int
-    checked: set[object] = field(default_factory=set)  # layouts of arguments that were found to fit
 
     def cell_blocks(self, cell: int) -> tuple[int, int]:
         """The first block of a cell, and one past its last. They are equal if the cell is empty."""

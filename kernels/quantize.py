@@ -39,7 +39,7 @@ with one in bf16.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,20 +58,6 @@ from gradwire.kernels.wire_formats import Rounding, decode, encode_with_errors
 
 MESSAGE_DTYPES = (torch.uint8,)
 ERROR_DTYPES = (torch.float32, torch.bfloat16)
-MAX_CHECKED = 32  # sets of arguments whose layouts a section remembers: a few for each workspace
-
-
-def _check_once(
-    check: Callable[..., None], section: Section, tensors: Sequence[Tensor | None], *others: object
-) -> None:
-    """``check(section, *tensors, *others)``, unless an earlier call had tensors of the same layouts and addresses."""
-    layouts = [None if t is None else (t.data_ptr(), t.shape, t.stride(), t.dtype, t.device) for t in tensors]
-    key = (check, *layouts, *others)
-    if key not in section.checked:
-        check(section, *tensors, *others)
-        if len(section.checked) >= MAX_CHECKED:
-            section.checked.clear()
-        section.checked.add(key)
 
 
 def _check_buffer(
@@ -121,30 +107,6 @@ def _check_errors(errors: Tensor | None, pending: Tensor | None, step: Tensor | 
         raise ValueError(f"errors is {errors.dtype}, pending is {pending.dtype}; expected one dtype.")
     if pending.dtype == torch.bfloat16 and step is None:
         raise ValueError("pending is torch.bfloat16, which is rounded stochastically; pass rounding=Rounding(step).")
-
-
-def _check_quantize(section: Section, message: Tensor, errors: Any, pending: Any, step: Tensor | None) -> None:
-    _check_message(section, message, "message")
-    _check_errors(errors, pending, step, section.table.numel, section.table.device)
-
-
-def _check_reduce(
-    section: Section, received: Tensor, result: Tensor, errors: Any, pending: Any, step: Tensor | None, rank: int
-) -> None:
-    _check_message(section, received, "received")
-    pieces, world_size, cell_bytes = received.shape
-    _check_buffer(result, "result", (pieces, cell_bytes), received.device, MESSAGE_DTYPES)
-    numel = pieces * section.blocks_per_cell * section.table.block_size
-    _check_errors(errors, pending, step, numel, received.device)
-    _check_rank(rank, world_size)
-
-
-def _check_sum(section: Section, received: Tensor, total: Tensor, rank: int) -> None:
-    _check_message(section, received, "received")
-    pieces, world_size, _ = received.shape
-    numel = pieces * section.blocks_per_cell * section.table.block_size
-    _check_buffer(total, "total", (numel,), received.device, (torch.float32,))
-    _check_rank(rank, world_size)
 
 
 def _check_rank(rank: int, world_size: int) -> None:
@@ -269,6 +231,30 @@ def commit_errors_reference(gathered: Tensor, pending: Tensor, errors: Tensor) -
     errors.copy_(torch.where(is_flagged, errors, pending))
 
 
+class QuantizationKernels(NamedTuple):
+    """The operations on one device. They take their arguments in the order of the references, and check nothing.
+
+    All but ``commit_errors`` need a section with blocks.
+    """
+
+    quantize: Callable[..., None]
+    reduce_quantized: Callable[..., None]
+    sum_quantized: Callable[..., None]
+    dequantize: Callable[..., None]
+    commit_errors: Callable[..., None]
+
+
+def bound_quantization(device: torch.device) -> QuantizationKernels:
+    """The operations for tensors of ``device``: Triton, CPU code or references, chosen once for all steps."""
+    return QuantizationKernels(
+        choose(device, "quantize_triton", quantize_cpu, quantize_reference),
+        choose(device, "quantize_triton", reduce_quantized_cpu, reduce_quantized_reference),
+        choose(device, "quantize_triton", sum_quantized_cpu, sum_quantized_reference),
+        choose(device, "quantize_triton", dequantize_cpu, dequantize_reference),
+        choose(device, "quantize_triton", commit_errors_cpu, commit_errors_reference),
+    )
+
+
 def quantize(
     tensors: Sequence[Tensor],
     section: Section,
@@ -298,7 +284,8 @@ def quantize(
     """
     section.table.segments.check_tensors(tensors)
     step = None if rounding is None else rounding.step
-    _check_once(_check_quantize, section, (message, errors, pending, step))
+    _check_message(section, message, "message")
+    _check_errors(errors, pending, step, section.table.numel, section.table.device)
     if section.table.n_blocks > 0:
         run = choose(message.device, "quantize_triton", quantize_cpu, quantize_reference)
         run(tensors, section, message, scale, errors, pending, rounding)
@@ -333,7 +320,12 @@ def reduce_quantized(
         ValueError: an argument does not fit the section.
     """
     step = None if rounding is None else rounding.step
-    _check_once(_check_reduce, section, (received, result, errors, pending, step), rank)
+    _check_message(section, received, "received")
+    pieces, world_size, cell_bytes = received.shape
+    _check_buffer(result, "result", (pieces, cell_bytes), received.device, MESSAGE_DTYPES)
+    numel = pieces * section.blocks_per_cell * section.table.block_size
+    _check_errors(errors, pending, step, numel, received.device)
+    _check_rank(rank, world_size)
     if section.blocks_per_cell > 0:
         run = choose(received.device, "quantize_triton", reduce_quantized_cpu, reduce_quantized_reference)
         run(received, section, result, rank, errors, pending, rounding)
@@ -351,7 +343,11 @@ def sum_quantized(received: Tensor, section: Section, total: Tensor, *, rank: in
     Raises:
         ValueError: an argument does not fit the section.
     """
-    _check_once(_check_sum, section, (received, total), rank)
+    _check_message(section, received, "received")
+    pieces, world_size, _ = received.shape
+    numel = pieces * section.blocks_per_cell * section.table.block_size
+    _check_buffer(total, "total", (numel,), received.device, (torch.float32,))
+    _check_rank(rank, world_size)
     if section.blocks_per_cell > 0:
         run = choose(received.device, "quantize_triton", sum_quantized_cpu, sum_quantized_reference)
         run(received, section, total, rank)
@@ -371,7 +367,7 @@ def dequantize(gathered: Tensor, section: Section, tensors: Sequence[Tensor]) ->
         ValueError: an argument does not fit the section.
     """
     section.table.segments.check_tensors(tensors)
-    _check_once(_check_message, section, (gathered,), "gathered")
+    _check_message(section, gathered, "gathered")
     if section.table.n_blocks > 0:
         choose(gathered.device, "quantize_triton", dequantize_cpu, dequantize_reference)(gathered, section, tensors)
 
