@@ -18,7 +18,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from hashlib import blake2b
-from typing import TYPE_CHECKING, cast
+from typing import Any, Protocol, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -45,9 +45,6 @@ from gradwire.hooks._bucket import (
     registered_wrappers,
 )
 
-if TYPE_CHECKING:
-    from gradwire.hooks.hook_state import HookSettings
-
 # Longest wait for the other ranks in a later handshake, or half of the process group's timeout if that is less: a
 # rank that does not join already waits in a collective, and must get the reason before its timeout. In the first
 # handshake, ranks may still be loading data, and have the whole timeout.
@@ -63,6 +60,25 @@ _ON_SOME_RANKS = (
     "this rank in their all-reduce: register it on every rank."
 )
 _UNCHANGED = "Nothing was sent; gradients, parameters and states are as they were."
+
+
+class Settings(Protocol):
+    """What a handshake reads of a hook state; see `HookSettings`."""
+
+    hook_name: str
+    _telemetry: Any
+
+    def settings(self) -> dict[str, object]:
+        """The hook's name and options."""
+
+    def replicated(self) -> dict[str, object]:
+        """Further values to compare."""
+
+    def parameter_names(self, bucket: GradBucket) -> Sequence[str]:
+        """Names of the bucket's parameters."""
+
+    def apply_settings(self, settings: dict[str, object]) -> None:
+        """Apply settings that all ranks have agreed on."""
 
 
 class Handshake:
@@ -83,9 +99,7 @@ class Handshake:
             for agreement in agreements.values():
                 agreement.settings = None
 
-    def agree(
-        self, state: HookSettings, bucket: GradBucket, process_group: dist.ProcessGroup | None
-    ) -> dist.ProcessGroup:
+    def agree(self, state: Settings, bucket: GradBucket, process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         """Compare the settings of ``state`` with the other ranks, once per model; returns the process group.
 
         Every hook calls it first.

@@ -117,7 +117,7 @@ def test_unpack_is_the_inverse_of_pack(bits):
 def test_integer_codes_are_offset():
     block = torch.zeros(1, 32)
     block[0, :3] = torch.tensor([7.0, -7.0, 2.0])
-    scales, payload = encode(block, torch.tensor([32]), WIRE_FORMATS["int4"], None)
+    scales, payload = encode(block, torch.tensor([32]), WIRE_FORMATS["int4"])
     assert scales == 1
     assert (unpack(payload, 4)[0, :4]).tolist() == [15, 1, 10, 8]
 
@@ -125,7 +125,7 @@ def test_integer_codes_are_offset():
 def test_codes_of_int8_are_in_twos_complement():
     block = torch.zeros(1, 32)
     block[0, :3] = torch.tensor([127.0, -127.0, 2.0])
-    scales, payload = encode(block, torch.tensor([32]), WIRE_FORMATS["int8"], None)
+    scales, payload = encode(block, torch.tensor([32]), WIRE_FORMATS["int8"])
     assert scales == 1
     assert payload[0, :4].tolist() == [127, 129, 2, 0]
 
@@ -133,7 +133,7 @@ def test_codes_of_int8_are_in_twos_complement():
 def test_ties_round_to_even():
     block = torch.zeros(1, 32)
     block[0, :5] = torch.tensor([7.0, 0.5, 1.5, 2.5, -3.5])
-    decoded = decode(*encode(block, torch.tensor([32]), WIRE_FORMATS["int4"], None), WIRE_FORMATS["int4"])
+    decoded = decode(*encode(block, torch.tensor([32]), WIRE_FORMATS["int4"]), WIRE_FORMATS["int4"])
     assert decoded[0, :5].tolist() == [7, 0, 2, 2, -4]
 
 
@@ -142,7 +142,7 @@ def test_fp8_codes_round_trip():
     codes = codes[(codes & 0x7F) != 0x7F].view(1, -1)  # all but NaN
     block = torch.zeros(1, 256)
     block[:, :254] = codes.view(torch.float8_e4m3fn).float()
-    scales, payload = encode(block, torch.tensor([256]), WIRE_FORMATS["fp8_e4m3"], None)
+    scales, payload = encode(block, torch.tensor([256]), WIRE_FORMATS["fp8_e4m3"])
     assert scales == 1
     assert torch.equal(payload[:, :254], codes)
 
@@ -176,7 +176,7 @@ def test_format_decodes_what_it_encodes_or_is_refused(bits, levels, kind, block_
         return
     blocks = torch.randn(20, block_size, generator=torch.Generator().manual_seed(bits))
     counts = torch.full((20,), block_size)
-    scales, payload = encode(blocks, counts, wire, None)
+    scales, payload = encode(blocks, counts, wire)
     assert payload.shape == (20, wire.payload_bytes(block_size))
     error = (decode(scales, payload, wire) - blocks).abs()
     largest = blocks.abs().amax(1, keepdim=True)
