@@ -174,7 +174,7 @@ class Exchange:
         layout = MessageLayout([(WIRE_FORMATS[wire], table)], 2, 2)
         (self.section,) = layout.sections
         generator = torch.Generator().manual_seed(3)
-        self.rounding = Rounding(torch.tensor([9]), 2, True) if errors_dtype == BF16 else None
+        self.rounding = Rounding(torch.tensor([9]), 2) if errors_dtype == BF16 else None
         self.errors = torch.randn(table.numel, generator=generator).to(errors_dtype)
         self.pending = torch.zeros_like(self.errors)
         numel = layout.shard_numel(self.section)
