@@ -60,7 +60,7 @@ test-slow: install
 
 # Random training loops from a new seed, which is printed; GRADWIRE_SEED repeats a run.
 random: install
-	env OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m slow tests/distributed/test_random_training.py -k new_seed
+	env OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m slow tests/distributed/reducer/test_random_training.py -k new_seed
 
 # Plants the defects of tests/mutants.toml one by one, and lists those that no test catches. Takes minutes.
 mutants: install

@@ -4,7 +4,7 @@ An algorithm is a coroutine that awaits its collectives. It touches no stream an
 and runs in one process too: see `powersgd_all_reduce`.
 """
 
-from gradwire.compress.cast import Gradients, cast_all_reduce, sparse_all_reduce
+from gradwire.compress.cast import cast_all_reduce, sparse_all_reduce
 from gradwire.compress.nodes import NodeBucket, quantized_all_reduce_on_nodes
 from gradwire.compress.policy import LowRankPolicy, WirePolicy
 from gradwire.compress.powersgd import (
@@ -16,6 +16,7 @@ from gradwire.compress.powersgd import (
 from gradwire.compress.quantization import Quantization, QuantizedBucket, quantized_all_reduce
 from gradwire.compress.reduce_scatter import ScatterBucket, quantized_reduce_scatter
 from gradwire.compress.scaled_cast import BucketScale, DelayedScaling, scaled_cast_all_reduce
+from gradwire.compress.step import Gradients, Step
 
 __all__ = [
     "BucketScale",
@@ -27,6 +28,7 @@ __all__ = [
     "Quantization",
     "QuantizedBucket",
     "ScatterBucket",
+    "Step",
     "WirePolicy",
     "alternating_all_reduce",
     "cast_all_reduce",

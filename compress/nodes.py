@@ -22,7 +22,6 @@ from math import prod
 import torch
 from torch import Tensor
 
-from gradwire.comm.executor import Workspace
 from gradwire.comm.transport import Transport
 from gradwire.compress.quantization import (
     Quantization,
@@ -32,6 +31,7 @@ from gradwire.compress.quantization import (
     sections_by_format,
     two_shots,
 )
+from gradwire.compress.step import Step
 from gradwire.kernels import (
     MessageLayout,
     Section,
@@ -40,26 +40,16 @@ from gradwire.kernels import (
 )
 
 
-async def quantized_all_reduce_on_nodes(
-    bucket: NodeBucket,
-    source: Sequence[Tensor],
-    target: Sequence[Tensor],
-    iteration: int,
-    transport: Transport,
-    workspace: Workspace,
-) -> None:
-    """Write the mean of ``source`` over all ranks into ``target``, quantized between nodes.
+async def quantized_all_reduce_on_nodes(step: Step) -> None:
+    """Write the mean of the gradients over all ranks into the results, quantized between nodes.
 
     Args:
-        bucket: wire formats and error memory. Its errors are modified.
-        source: the gradients, real. Not modified, unless ``target`` is the same memory.
-        target: the result: ``source`` itself, or other tensors like it.
-        iteration: number of the step, equal on all ranks.
-        transport: the transport of all ranks, which the bucket was built for.
-        workspace: provides the messages.
+        step: its memory is a `NodeBucket`, built for its transport, that of all ranks. Its errors are modified.
     """
+    bucket: NodeBucket = step.memory
+    source, target = step.gradients, step.results
     shard, shape = bucket.shard, bucket.inside.message_shape
-    message, received, gathered, *buffers = workspace.wires(*bucket.wires, *shard.wires)
+    message, received, gathered, *buffers = step.workspace.wires(*bucket.wires, *shard.wires)
     sums, buffers = buffers[: len(bucket.members)], buffers[len(bucket.members) :]
     message, received = message.view(shape), received.view(shape)
     gathered = gathered.view(bucket.message_layout.message_shape)
@@ -79,16 +69,16 @@ async def quantized_all_reduce_on_nodes(
         if section.table.n_blocks > 0:
             kernels.sum_quantized(received, section, total, bucket.within.rank)
     # Between nodes.
-    step = shard.start_step(sums, sums, iteration, buffers)
-    await two_shots(step, 1 / transport.world_size, bucket.between)
+    tensors = shard.start_step(sums, sums, step.iteration, buffers)
+    await two_shots(tensors, 1 / step.transport.world_size, bucket.between)
     # All-gather inside the node.
-    await bucket.within.all_gather(gathered.view(1, bucket.within.world_size, -1), step.message.view(1, -1))
+    await bucket.within.all_gather(gathered.view(1, bucket.within.world_size, -1), tensors.message.view(1, -1))
     for members, section in zip(bucket.members, bucket.message_layout.sections, strict=True):
         if section.table.n_blocks > 0:
             kernels.dequantize(gathered, section, [target[i] for i in members])
-    if step.pending is not None:
+    if tensors.pending is not None:
         assert shard.errors is not None
-        kernels.commit_errors(gathered, step.pending, shard.errors)
+        kernels.commit_errors(gathered, tensors.pending, shard.errors)
     bucket.inherited = None
 
 

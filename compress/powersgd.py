@@ -33,6 +33,7 @@ from gradwire.comm.transport import Transport
 from gradwire.compress.memory import MemoryByName, error_like
 from gradwire.compress.policy import MatrixShape
 from gradwire.compress.quantization import QuantizedFactors, QuantizedStep, two_shot_all_reduce
+from gradwire.compress.step import Step
 from gradwire.kernels import (
     ALIGN_NUMEL,
     FactorLayout,
@@ -54,27 +55,13 @@ from gradwire.kernels import (
 )
 
 
-async def powersgd_all_reduce(
-    bucket: LowRankBucket,
-    source: Sequence[Tensor],
-    target: Sequence[Tensor],
-    iteration: int,
-    transport: Transport,
-    workspace: Workspace,
-    *,
-    warm_start: bool = True,
-) -> None:
-    """Write the mean of ``source`` over all ranks into ``target``, with each matrix approximated to rank r.
+async def powersgd_all_reduce(step: Step, *, warm_start: bool = True) -> None:
+    """Write the mean of the gradients over all ranks into the results, with each matrix approximated to rank r.
 
     A matrix with an inf or NaN on any rank becomes NaN on all ranks; its error and factors stay as they were.
 
     Args:
-        bucket: layout and memory of the gradients. Its memory is modified.
-        source: the gradients, real. Not modified, unless ``target`` is the same memory.
-        target: the result: ``source`` itself, or other tensors like it.
-        iteration: number of the step, equal on all ranks.
-        transport: the two exchanges over the ranks.
-        workspace: provides the wire buffers.
+        step: its memory is a `LowRankBucket`, which is modified.
         warm_start: whether to start from Q of the last step; otherwise from a random Q.
 
     Example: without a process group, on a list of tensors. The same gradient is compressed in 20 steps; error feedback
@@ -82,48 +69,42 @@ async def powersgd_all_reduce(
 
         >>> import torch
         >>> from gradwire.comm import LocalTransport, Workspace, run_algorithm
-        >>> from gradwire.compress import LowRankBucket, LowRankPolicy, powersgd_all_reduce
+        >>> from gradwire.compress import LowRankBucket, LowRankPolicy, Step, powersgd_all_reduce
         >>> gradients = [torch.randn(256, 128), torch.randn(256)]
         >>> bucket = LowRankBucket(gradients, LowRankPolicy(rank=8).matrix_shapes(gradients))
         >>> transport, workspace = LocalTransport(), Workspace(torch.device("cpu"))
         >>> results, applied = [torch.empty_like(g) for g in gradients], torch.zeros(256, 128)
-        >>> for step in range(20):
-        ...     algorithm = powersgd_all_reduce(bucket, gradients, results, step, transport, workspace)
-        ...     run_algorithm(algorithm, transport)
+        >>> for i in range(20):
+        ...     step = Step.of(bucket, gradients, results, i, transport, workspace)
+        ...     run_algorithm(powersgd_all_reduce(step), transport)
         ...     applied += results[0] / 20
         >>> transport.payload_bytes // 20, sum(g.nbytes for g in gradients)
         (13312, 132096)
         >>> bool((applied - gradients[0]).norm() < (results[0] - gradients[0]).norm())
         True
     """
+    bucket, transport = step.memory, step.transport
     table, scale = bucket.table, 1 / transport.world_size
-    step = bucket.start_step(source, target, iteration, transport, workspace, sends=(table.p, table.q), basis=table.p)
-    m, (p_wire, q_wire), p = step.matrices, step.wires, step.basis
+    tensors = bucket.start_step(step, sends=(table.p, table.q), basis=table.p)
+    m, (p_wire, q_wire), p = tensors.matrices, tensors.wires, tensors.basis
     # Warm start (section 3): gradients of successive steps are similar, so Q is already close to their right singular
     # vectors, and one power iteration per step suffices.
     if not warm_start:
-        draw(table.q, table.keys, bucket.counter_at(iteration), bucket.q)
+        draw(table.q, table.keys, bucket.counter_at(step.iteration), bucket.q)
 
     # M Q is linear in M = G + E: the mean of the ranks' products is the product of their mean, with one Q for all.
     project(m, bucket.q, p_wire, scale=scale)
-    await exchange(step.messages[0], transport)
+    await exchange(tensors.messages[0], transport)
     # After the all-reduce, so that all ranks orthogonalize the same P. Orthonormal columns make P P^T a projection:
     # the result P Q^T = P P^T M is the best approximation of M in the column space of P.
     orthogonalize(p_wire, table.p, p, bucket.finite)
     backproject(m, p, q_wire, scale=scale)
-    await exchange(step.messages[1], transport)
+    await exchange(tensors.messages[1], transport)
     # Each rank keeps E = M - P Q^T of its own M (algorithm 2), and all keep Q with columns of unit length.
     reconstruct(m, p, q_wire, bucket.finite)
 
 
-async def alternating_all_reduce(
-    bucket: LowRankBucket,
-    source: Sequence[Tensor],
-    target: Sequence[Tensor],
-    iteration: int,
-    transport: Transport,
-    workspace: Workspace,
-) -> None:
+async def alternating_all_reduce(step: Step) -> None:
     """PowerSGD that sends one factor per step, P or Q: one all-reduce and about half the bytes.
 
         even steps:  Q = orthogonalize(Q of the last step),  P = all-reduce(M Q),    G = P Q^T,  E = M - G
@@ -135,29 +116,26 @@ async def alternating_all_reduce(
     Learning" (ACP-SGD), ICDCS 2023, algorithm 2.
 
     Args:
-        bucket: layout and memory of the gradients, made with ``alternating=True``. Its memory is modified.
-        source: the gradients, real. Not modified, unless ``target`` is the same memory.
-        target: the result: ``source`` itself, or other tensors like it.
-        iteration: number of the step, equal on all ranks. Even steps send P, odd ones Q.
-        transport: the exchange over the ranks.
-        workspace: provides the wire buffers.
+        step: its memory is a `LowRankBucket` made with ``alternating=True``, which is modified. Even steps send P, odd
+            ones Q.
     """
+    bucket, transport = step.memory, step.transport
     table, scale = bucket.table, 1 / transport.world_size
     assert bucket.p is not None, "the bucket was made for powersgd_all_reduce"
     # The factor that is not sent must have orthonormal columns: only then is the other one a least-squares fit of M. It
     # is orthogonalized where it is used, from factors that are equal on all ranks.
-    if iteration % 2 == 0:
-        step = bucket.start_step(source, target, iteration, transport, workspace, sends=(table.p,), basis=table.q)
-        m, (p,), q = step.matrices, step.wires, step.basis
+    if step.iteration % 2 == 0:
+        tensors = bucket.start_step(step, sends=(table.p,), basis=table.q)
+        m, (p,), q = tensors.matrices, tensors.wires, tensors.basis
         orthogonalize(bucket.q, table.q, q, bucket.finite)
         project(m, q, p, scale=scale)
-        await exchange(step.messages[0], transport)
+        await exchange(tensors.messages[0], transport)
     else:
-        step = bucket.start_step(source, target, iteration, transport, workspace, sends=(table.q,), basis=table.p)
-        m, (q,), p = step.matrices, step.wires, step.basis
+        tensors = bucket.start_step(step, sends=(table.q,), basis=table.p)
+        m, (q,), p = tensors.matrices, tensors.wires, tensors.basis
         orthogonalize(bucket.p, table.p, p, bucket.finite)
         backproject(m, p, q, scale=scale)
-        await exchange(step.messages[0], transport)
+        await exchange(tensors.messages[0], transport)
     reconstruct(m, p, q, bucket.finite)
 
 
@@ -275,25 +253,16 @@ class LowRankBucket:
         factors = p + q if self.p is None else (p, q)[iteration % 2]
         return factors + self._others_numel
 
-    def start_step(
-        self,
-        source: Sequence[Tensor],
-        target: Sequence[Tensor],
-        iteration: int,
-        transport: Transport,
-        workspace: Workspace,
-        *,
-        sends: Sequence[FactorLayout],
-        basis: FactorLayout,
-    ) -> LowRankStep:
+    def start_step(self, step: Step, *, sends: Sequence[FactorLayout], basis: FactorLayout) -> LowRankStep:
         """Lay out the tensors of a step.
 
         Args:
-            source, target, iteration, transport, workspace: as in `powersgd_all_reduce`.
+            step: the step, whose memory this bucket is.
             sends: layout of the factors of each exchange, ``table.p`` or ``table.q``: one or two.
             basis: layout of the factors to orthogonalize.
         """
-        is_in_place = _is_in_place(source, target)
+        source, target, iteration, workspace = step.gradients, step.results, step.iteration, step.workspace
+        transport, is_in_place = step.transport, step.is_in_place
         gradients = self._matrices([source[i] for i, _ in self._compressed])
         results = gradients if is_in_place else self._matrices([target[i] for i, _ in self._compressed])
         # A step that reads M twice may leave it in the target.

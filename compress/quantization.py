@@ -28,10 +28,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradwire.comm.executor import Workspace
 from gradwire.comm.store_collectives import out_of_step
 from gradwire.comm.transport import Transport
 from gradwire.compress._validation import check_memory_shape
+from gradwire.compress.step import Step
 from gradwire.kernels import (
     HEADER_BYTES,
     WIRE_FORMATS,
@@ -61,23 +61,11 @@ def full_format(dtype: torch.dtype) -> WireFormat:
     return WIRE_FORMATS[_FULL.get(dtype, "fp32")]
 
 
-async def quantized_all_reduce(
-    bucket: QuantizedBucket,
-    source: Sequence[Tensor],
-    target: Sequence[Tensor],
-    iteration: int,
-    transport: Transport,
-    workspace: Workspace,
-) -> None:
-    """Write the mean of ``source`` over all ranks into ``target``, quantized on the way to the sum and back.
+async def quantized_all_reduce(step: Step) -> None:
+    """Write the mean of the gradients over all ranks into the results, quantized on the way to the sum and back.
 
     Args:
-        bucket: wire formats and error memories of the gradients. Its errors are modified.
-        source: the gradients, real. Not modified, unless ``target`` is the same memory.
-        target: the result: ``source`` itself, or other tensors like it.
-        iteration: number of the step, equal on all ranks.
-        transport: the transport of the two shots, which the bucket was built for.
-        workspace: provides the messages.
+        step: its memory is a `QuantizedBucket`, built for its transport. The errors of the bucket are modified.
 
     Example: without a process group, on a list of tensors. The same gradient is quantized to 4 bits in 20 steps; error
     feedback sends in later steps what earlier ones left out, so the mean of the results is closer to it than any of
@@ -85,30 +73,31 @@ async def quantized_all_reduce(
 
         >>> import torch
         >>> from gradwire.comm import LocalTransport, Workspace, run_algorithm
-        >>> from gradwire.compress import Quantization, QuantizedBucket, WirePolicy, quantized_all_reduce
+        >>> from gradwire.compress import Quantization, QuantizedBucket, Step, WirePolicy, quantized_all_reduce
         >>> gradients = [torch.randn(256, 128), torch.randn(256)]
         >>> formats = WirePolicy(wire="int4").wire_formats(gradients)
         >>> transport, workspace = LocalTransport(), Workspace(torch.device("cpu"))
         >>> bucket = QuantizedBucket(gradients, formats, transport, Quantization(block_size=64))
         >>> results, applied = [torch.empty_like(g) for g in gradients], torch.zeros(256, 128)
-        >>> for step in range(20):
-        ...     algorithm = quantized_all_reduce(bucket, gradients, results, step, transport, workspace)
-        ...     run_algorithm(algorithm, transport)
+        >>> for i in range(20):
+        ...     step = Step.of(bucket, gradients, results, i, transport, workspace)
+        ...     run_algorithm(quantized_all_reduce(step), transport)
         ...     applied += results[0] / 20
         >>> transport.payload_bytes // 20, sum(g.nbytes for g in gradients)
         (17936, 132096)
         >>> bool((applied - gradients[0]).norm() < (results[0] - gradients[0]).norm() / 5)
         True
     """
-    bucket.layout.check_tensors(source)
-    if target is not source:
-        bucket.layout.check_tensors(target)
-    step = bucket.start_step(source, target, iteration, workspace.wires(*bucket.wires))
-    await two_shot_all_reduce(step, 1 / transport.world_size, transport)
+    bucket: QuantizedBucket = step.memory
+    bucket.layout.check_tensors(step.gradients)
+    if step.results is not step.gradients:
+        bucket.layout.check_tensors(step.results)
+    tensors = bucket.start_step(step.gradients, step.results, step.iteration, step.workspace.wires(*bucket.wires))
+    await two_shot_all_reduce(tensors, 1 / step.transport.world_size, step.transport)
     # Errors change last: only the gathered message tells whether a gradient was inf or NaN on any rank.
-    if step.pending is not None:
+    if tensors.pending is not None:
         assert bucket.errors is not None
-        step.kernels.commit_errors(step.message, step.pending, bucket.errors)
+        tensors.kernels.commit_errors(tensors.message, tensors.pending, bucket.errors)
 
 
 async def two_shot_all_reduce(step: QuantizedStep, scale: float, transport: Transport) -> None:

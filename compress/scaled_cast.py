@@ -21,10 +21,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradwire.comm.executor import Workspace
 from gradwire.comm.transport import Transport
 from gradwire.compress._validation import check_whole_number
-from gradwire.compress.cast import Gradients
+from gradwire.compress.step import Gradients, Step
 from gradwire.kernels import MAX_EXPONENT, update_scale
 
 MAX_MARGIN = 12
@@ -77,39 +76,30 @@ class BucketScale:
 
 
 async def scaled_cast_all_reduce(
-    source: Gradients,
-    target: Gradients,
-    scaling: DelayedScaling,
-    scale: BucketScale,
-    counters: Tensor,
-    is_last: bool,
-    transport: Transport,
-    workspace: Workspace,
+    step: Step, scaling: DelayedScaling, scale: BucketScale, counters: Tensor, is_last: bool
 ) -> None:
-    """Write the mean of ``source`` over all ranks into ``target``, and choose the next scale of the bucket.
+    """Write the mean of the gradients over all ranks into the results, and choose the next scale of the bucket.
 
     Args:
-        source: the gradients. Not modified, unless ``target`` is the same memory.
-        target: the result: ``source`` itself, other tensors like it, or one flat tensor of the same numel.
+        step: source and target; its target may be one flat tensor.
         scaling: options.
         scale: the bucket's scale. Modified.
         counters: int64 [4]: non-finite elements of this rank, saturated elements of this rank,
             steps with a non-finite result, and whether the current step has had one so far.
             Modified.
         is_last: whether this is the last bucket of the step.
-        transport: the all-reduce over the ranks.
-        workspace: provides the wire buffer.
     """
+    source, transport = step.source, step.transport
     if scale.transport is not transport:  # the first step: ranks may remember different exponents
         await _agree(source, scale, transport)
         _update(scaling, scale, counters, False, transport)
-    wire = workspace.wire(source.table.numel, scaling.dtype)
+    wire = step.workspace.wire(source.table.numel, scaling.dtype)
     # Dividing by n before the cast, and clamping each contribution, keeps every partial sum in range.
     limit = scaling.limit(transport.world_size)
     source.flatten(wire, scale=scale.scales[0], limit=limit, counters=counters)
     await transport.all_reduce(wire)
     # The next scale depends on the result only, which has the same bits on all ranks: so no message is needed.
-    target.unflatten(wire, scale=scale.scales[1], absmax=scale.absmax)
+    step.target.unflatten(wire, scale=scale.scales[1], absmax=scale.absmax)
     _update(scaling, scale, counters, is_last, transport)
 
 

@@ -11,7 +11,7 @@ import argparse
 import torch
 
 from gradwire.comm import LocalTransport, Workspace, run_algorithm
-from gradwire.compress import LowRankBucket, LowRankPolicy, powersgd_all_reduce
+from gradwire.compress import LowRankBucket, LowRankPolicy, Step, powersgd_all_reduce
 
 
 def main() -> None:
@@ -26,7 +26,8 @@ def main() -> None:
     bucket = LowRankBucket(gradients, LowRankPolicy(rank=4).matrix_shapes(gradients))
     transport, workspace = LocalTransport(), Workspace(torch.device("cpu"))
     for step in range(20):
-        run_algorithm(powersgd_all_reduce(bucket, gradients, results, step, transport, workspace), transport)
+        algorithm = powersgd_all_reduce(Step.of(bucket, gradients, results, step, transport, workspace))
+        run_algorithm(algorithm, transport)
         for total, result in zip(applied, results, strict=True):
             total += result
         if step in (0, 4, 19):

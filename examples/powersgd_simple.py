@@ -5,7 +5,7 @@
 Every matrix takes two all-reduces of its own, and the backward pass waits for them. The state has no checkpoints, and
 a NaN stays in its error memory. gradwire's version, in compress/powersgd.py, sends all matrices of a bucket in one
 message, overlaps its collectives with the backward pass, and has kernels for GPUs and CPUs (kernels/lowrank.py,
-kernels/orthogonalize.py). Both compute the same result: tests/distributed/test_simple_examples.py.
+kernels/orthogonalize.py). Both compute the same result: tests/distributed/hooks/test_simple_examples.py.
 
 Source: Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization",
 NeurIPS 2019.

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradwire.comm import Algorithm, Transport, Workspace, connections_of
-from gradwire.compress import Gradients, sparse_all_reduce
+from gradwire.compress import Gradients, Step, sparse_all_reduce
 from gradwire.hooks.telemetry import Telemetry
 from gradwire.kernels import SegmentTable, as_real, gradient_layout, is_capturing, layout_in_dtype
 
@@ -135,14 +135,16 @@ def bucket_work(bucket: GradBucket, tables: Tables, layout: SegmentTable | None 
 def reduce_bucket(
     process_group: dist.ProcessGroup | None,
     bucket: GradBucket,
-    algorithm: Callable[[Gradients, Gradients, Transport, Workspace], Algorithm[None]],
+    algorithm: Callable[[Step], Algorithm[None]],
     name: str,
     *,
-    layout: SegmentTable | None = None,
+    memory: Any = None,
+    iteration: int = 0,
+    names: tuple[str, ...] = (),
     divisor: int | None = None,
     telemetry: Telemetry | None = None,
 ) -> Future[torch.Tensor]:
-    """Run ``algorithm(source, target, transport, workspace)`` on a bucket, in bucket order; the future has its result.
+    """Run ``algorithm(step)`` on a bucket, in bucket order; the future has its result.
 
     Args:
         process_group: the ranks to average over; None for the model's.
@@ -150,12 +152,13 @@ def reduce_bucket(
             size.
         algorithm: an ``async`` function that awaits its collectives.
         name: name of the hook, for profiler ranges.
-        layout: layout of the gradients, which `Gradients.each` needs on PyTorch's DDP.
+        memory, iteration, names: of the `Step`. On PyTorch's DDP, `Step.gradients` needs ``memory.layout``.
         telemetry: that of the hook's state.
     """
     device, index, is_last = bucket_device(bucket), bucket.index(), bucket.is_last()
     executor = connections_of(process_group).executor(device)
     transport, workspaces = executor.transport, executor.workspaces
+    layout = getattr(memory, "layout", None)
     work = None if is_sparse(bucket) else bucket_work(bucket, _tables_of.setdefault(transport, {}), layout)
     result = bucket.buffer() if work is None else work.result
     is_on_pytorchs_ddp = not hasattr(bucket, "model_parameters")
@@ -173,7 +176,7 @@ def reduce_bucket(
         if work is None:
             steps = sparse_all_reduce(result, transport, divisor or transport.world_size)
         else:
-            steps = algorithm(work.source, work.target, transport, workspace)
+            steps = algorithm(Step(work.source, work.target, memory, iteration, transport, workspace, names))
         if sample is not None:
             steps = sample.measured(steps, is_last, device, work and work[:2], transport)
         try:

@@ -4,13 +4,13 @@ Every hook averages over the ranks. PyTorch's fp16 hook casts and then divides b
 then cast, in one pass: gradients of 1e5 and 0 on two ranks give 5e4, not inf.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from gradwire.comm import Algorithm, Transport, Workspace
-from gradwire.compress import Gradients, cast_all_reduce
+from gradwire.compress import cast_all_reduce
 from gradwire.compress._validation import check_keywords
 from gradwire.hooks._bucket import (
     CommHook,
@@ -113,14 +113,11 @@ def _cast_hook(
         wire = "fp16" if dtype == torch.float16 else "bf16"
         return quantized_reduction(process_group, bucket, wire, _BLOCK_NUMEL, state.local_size, settings)
 
-    def algorithm(source: Gradients, target: Gradients, transport: Transport, workspace: Workspace) -> Algorithm[None]:
-        return cast_all_reduce(source, target, dtype or source.table.dtype, transport, workspace)
-
     group, telemetry = settings.handshake.agree(settings, bucket, process_group), settings._telemetry
     # All ranks measure, or none: the handshake compared it.
     if dtype is None and telemetry is None and not is_sparse(bucket) and bucket_device(bucket).type == "cpu":
         return all_reduce_on_cpu(group, bucket)
-    return reduce_bucket(group, bucket, algorithm, hook, telemetry=telemetry)
+    return reduce_bucket(group, bucket, partial(cast_all_reduce, dtype=dtype), hook, telemetry=telemetry)
 
 
 @zero_copy

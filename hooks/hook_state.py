@@ -11,12 +11,12 @@ import logging
 import operator
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from datetime import timedelta
 from inspect import signature
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, get_args
+from typing import Any, ClassVar, Protocol, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,7 @@ from gradwire.comm import (
 )
 from gradwire.comm.store_collectives import RanksMissing, named_barrier
 from gradwire.comm.torch_internals import default_group, is_initialized_group
-from gradwire.compress import Gradients, cast_all_reduce
+from gradwire.compress import Gradients, Step, cast_all_reduce
 from gradwire.compress._validation import (
     MAX_COUNT,
     check_count,
@@ -96,49 +96,6 @@ class Scaler(Protocol):
 
     def get_scale(self) -> float:
         """The factor by which the loss is multiplied."""
-
-
-class Step(NamedTuple):
-    """A bucket in one step, as an algorithm gets it.
-
-    Attributes:
-        gradients: one real tensor per parameter; a complex gradient is a tensor of pairs.
-        results: the tensors that receive the mean, like ``gradients``; may be the same memory.
-        names: parameter names.
-        memory: the result of `HookState.prepare`.
-        iteration: number of the step.
-        transport: the collectives: ``await transport.all_reduce(tensor)`` sums a tensor over the ranks, in place. Every
-            rank must await the same ones in the same order.
-        workspace: provides wire buffers.
-        source: the gradients again, for `Gradients.flatten`, which takes a flat buffer as it is.
-        target: the results again, for `Gradients.unflatten`.
-    """
-
-    gradients: list[Tensor]
-    results: list[Tensor]
-    names: tuple[str, ...]
-    memory: Any
-    iteration: int
-    transport: Transport
-    workspace: Workspace
-    source: Gradients
-    target: Gradients
-
-    def in_graphs(self, start: Callable[[], Algorithm[None]], variant: Hashable = None) -> Algorithm[None]:
-        """Run an algorithm of ``memory`` in `PiecewiseGraphs`, or as it is where its kernels cannot be captured.
-
-        ``memory`` has ``can_capture``, and ``refresh`` for the numbers on the device that a replay reads.
-
-        Args:
-            start: creates the algorithm.
-            variant: the decisions of the host about this step.
-        """
-        graphs = self.workspace.graphs
-        if graphs is None or not self.memory.can_capture:
-            return start()
-        is_in_place = all(map(operator.is_, self.gradients, self.results))
-        refresh = functools.partial(self.memory.refresh, self.gradients, self.results, self.iteration)
-        return graphs.run(self.memory, (is_in_place, variant), start, refresh)
 
 
 def hook_for(kind: type["HookState"]) -> Callable[[Hook], Hook]:
@@ -523,18 +480,17 @@ class HookState(HookSettings):
             elif self.compiles_early:
                 self._compile(bucket, names, group, algorithm)
 
-        def on_tensors(
-            source: Gradients, target: Gradients, transport: Transport, workspace: Workspace
-        ) -> Algorithm[None]:
-            if memory is None:
-                return cast_all_reduce(source, target, source.table.dtype, transport, workspace)
-            gradients = source.each()
-            results = gradients if target.tensors is source.tensors else target.each()
-            return algorithm(Step(gradients, results, names, memory, iteration, transport, workspace, source, target))
-
         self.maybe_increase_iter(bucket)
-        layout = getattr(memory, "layout", None)
-        return reduce_bucket(group, bucket, on_tensors, self.hook_name, layout=layout, telemetry=self._telemetry)
+        return reduce_bucket(
+            group,
+            bucket,
+            cast_all_reduce if memory is None else algorithm,
+            self.hook_name,
+            memory=memory,
+            iteration=iteration,
+            names=names,
+            telemetry=self._telemetry,
+        )
 
     def prepare(self, bucket: GradBucket, names: tuple[str, ...], group: dist.ProcessGroup) -> Any:
         """The memory of a bucket in a compressed step, kept from step to step.
@@ -583,11 +539,10 @@ class HookState(HookSettings):
             if memory is None:
                 return
             layout = memory.layout
-            zeros = layout.views(torch.zeros(layout.numel, dtype=layout.dtype, device=device))
-            gradients, workspace = Gradients(zeros, layout), Workspace(device)
+            zeros = Gradients(layout.views(torch.zeros(layout.numel, dtype=layout.dtype, device=device)), layout)
+            workspace = Workspace(device)
             for number in (self._iter, self._iter + 1):
-                step = Step(zeros, zeros, names, memory, number, transport, workspace, gradients, gradients)
-                run_algorithm(algorithm(step), transport)
+                run_algorithm(algorithm(Step(zeros, zeros, memory, number, transport, workspace, names)), transport)
 
     def enter(self, bucket: GradBucket) -> tuple[dist.ProcessGroup, tuple[str, ...]]:
         """Compare the settings with the other ranks, and return the process group and the parameter names of a bucket.

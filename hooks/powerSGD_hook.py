@@ -477,14 +477,8 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.fut
 
 
 def _powersgd(options: PowerSGDOptions, step: Step) -> Algorithm[None]:
-    bucket, gradients, results, workspace = step.memory, step.gradients, step.results, step.workspace
-    arguments = (bucket, gradients, results, step.iteration, step.transport, workspace)
-
-    def steps() -> Algorithm[None]:
-        if options.alternating:
-            return alternating_all_reduce(*arguments)
-        return powersgd_all_reduce(*arguments, warm_start=options.warm_start)
-
-    if options.cuda_graphs:
-        return step.in_graphs(steps, options.alternating and step.iteration % 2)
-    return steps()
+    if options.alternating:
+        start = partial(alternating_all_reduce, step)
+    else:
+        start = partial(powersgd_all_reduce, step, warm_start=options.warm_start)
+    return step.in_graphs(start, options.alternating and step.iteration % 2) if options.cuda_graphs else start()

@@ -17,9 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from gradwire.comm import Algorithm, Executor, Transport, Workspace, executor_for
+from gradwire.comm import Algorithm, Executor, Transport, executor_for
 from gradwire.compress import (
-    Gradients,
     NodeBucket,
     Quantization,
     QuantizedBucket,
@@ -137,18 +136,9 @@ def bucket_kind(options: Quantization) -> type[QuantizedBucket] | type[NodeBucke
     return NodeBucket if options.local_size > 1 else QuantizedBucket
 
 
-def all_reduce(
-    bucket: AnyBucket,
-    source: Sequence[Tensor],
-    target: Sequence[Tensor],
-    iteration: int,
-    transport: Transport,
-    workspace: Workspace,
-) -> Algorithm[None]:
+def all_reduce(step: Step) -> Algorithm[None]:
     """`quantized_all_reduce`, or `quantized_all_reduce_on_nodes`."""
-    if isinstance(bucket, NodeBucket):
-        return quantized_all_reduce_on_nodes(bucket, source, target, iteration, transport, workspace)
-    return quantized_all_reduce(bucket, source, target, iteration, transport, workspace)
+    return quantized_all_reduce_on_nodes(step) if isinstance(step.memory, NodeBucket) else quantized_all_reduce(step)
 
 
 class QuantizationState(HookState):
@@ -313,9 +303,7 @@ def quantization_hook(state: QuantizationState, bucket: GradBucket) -> torch.fut
 
 
 def _quantized(options: QuantizationOptions, step: Step) -> Algorithm[None]:
-    arguments = (step.memory, step.gradients, step.results, step.iteration, step.transport, step.workspace)
-    start = partial(all_reduce, *arguments)
-    return step.in_graphs(start) if options.cuda_graphs else start()
+    return step.in_graphs(partial(all_reduce, step)) if options.cuda_graphs else all_reduce(step)
 
 
 @zero_copy
@@ -393,12 +381,8 @@ def quantized_reduction(
         executor = executor_for(group, bucket_device(bucket))
         quantized = _quantized_bucket(executor, bucket, wire, block_size, local_size)
 
-    def algorithm(source: Gradients, target: Gradients, transport: Transport, workspace: Workspace) -> Algorithm[None]:
-        assert quantized is not None  # `reduce_bucket` averages sparse gradients itself
-        return all_reduce(quantized, source.each(), target.each(), 0, transport, workspace)
-
-    layout = quantized.layout if quantized is not None else None
-    return reduce_bucket(group, bucket, algorithm, settings.hook_name, layout=layout, telemetry=settings._telemetry)
+    telemetry = settings._telemetry
+    return reduce_bucket(group, bucket, all_reduce, settings.hook_name, memory=quantized, telemetry=telemetry)
 
 
 def _quantized_bucket(

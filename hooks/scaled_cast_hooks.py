@@ -291,7 +291,6 @@ async def _scaled_cast(state: ScaledCastState, step: Step) -> None:
     if step.memory.closes_step:
         counters[2] += counters[3]
         counters[3] = 0
-    arguments = (state.options, scale, counters, step.memory.is_last, step.transport, step.workspace)
-    await scaled_cast_all_reduce(step.source, step.target, *arguments)
+    await scaled_cast_all_reduce(step, state.options, scale, counters, step.memory.is_last)
     if step.memory.is_last:
         state._watch_saturation(counters)

@@ -15,11 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from gradwire.comm import Transport, Workspace
 from gradwire.comm.connections import ADVICE
 from gradwire.comm.torch_internals import profiler_range, queue_callback
 from gradwire.comm.transport import clear_frames, wait_for
-from gradwire.compress import Gradients, cast_all_reduce
+from gradwire.compress import Step, cast_all_reduce
 from gradwire.hooks._bucket import reduce_bucket
 from gradwire.reducer import errors, torch_internals
 from gradwire.reducer.backward import AutogradHooks, Backward, Exchange, Phase, StepTimes
@@ -422,12 +421,12 @@ def default_reduction(exchange: Exchange, bucket: Bucket) -> Future[Tensor]:
     if isinstance(bucket, DenseBucket) and not exchange.has_streams:
         return exchange.transport.start_all_reduce(bucket.scale_into_buffer())
 
-    async def algorithm(source: Gradients, target: Gradients, transport: Transport, workspace: Workspace) -> None:
+    async def algorithm(step: Step) -> None:
         assert isinstance(bucket, DenseBucket)
         if bucket.as_view:
-            await transport.all_reduce(bucket.scale_into_buffer())
+            await step.transport.all_reduce(bucket.scale_into_buffer())
         else:
-            await cast_all_reduce(source, target, source.table.dtype, transport, workspace, bucket.divisor)
+            await cast_all_reduce(step, divisor=bucket.divisor)
 
     return reduce_bucket(exchange.process_group, cast("Any", bucket), algorithm, "all-reduce", divisor=bucket.divisor)
 

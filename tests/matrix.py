@@ -24,15 +24,15 @@ TOOLS = ("hypothesis>=6.100", "pytest>=8.3", "pytest-timeout>=2.3", "pytest-xdis
 # Imports and doctor, the laws, parity with PyTorch, the hooks, FSDP2.
 CPU_TESTS = (
     "tests/test_doctor.py",
-    "tests/distributed/test_laws.py",
-    "tests/distributed/test_parity_with_pytorch.py",
-    "tests/distributed/test_hooks.py",
-    "tests/distributed/test_powersgd.py",
-    "tests/distributed/test_quantization_laws.py",
-    "tests/distributed/test_executor.py",
-    "tests/distributed/test_sharded.py",
-    "tests/distributed/test_sharded_recovery.py",
-    "tests/distributed/test_sharded_reduce_scatter.py",
+    "tests/distributed/hooks/test_laws.py",
+    "tests/distributed/reducer/test_parity_with_pytorch.py",
+    "tests/distributed/hooks/test_hooks.py",
+    "tests/distributed/hooks/test_powersgd.py",
+    "tests/distributed/hooks/test_quantization_laws.py",
+    "tests/distributed/comm/test_executor.py",
+    "tests/distributed/sharded/test_sharded.py",
+    "tests/distributed/sharded/test_sharded_recovery.py",
+    "tests/distributed/sharded/test_sharded_reduce_scatter.py",
     "tests/kernels/test_dispatch.py",
 )
 KERNEL_TESTS = ("tests/kernels/test_flatten.py", "tests/kernels/test_lowrank.py", "tests/kernels/test_quantization.py")

@@ -98,7 +98,7 @@ def test_no_command_of_the_makefile_hides_behind_a_shell_that_keeps_sigterm():
 @pytest.mark.slow
 def test_outcomes_of_a_copy(tmp_path):
     copy = mutants.Copy(tmp_path)
-    tests = ("tests/distributed/test_nodes.py::test_nodes_have_equally_many_consecutive_ranks",)
+    tests = ("tests/distributed/hooks/test_nodes.py::test_nodes_have_equally_many_consecutive_ranks",)
     caught = mutants.Mutant("another size", "comm/nodes.py", "return size if", "return 2 * size if", tests)
     assert copy.outcome(caught) == mutants.CAUGHT
     assert copy.test(tests, interpreter=False) == mutants.SURVIVED  # the edit is undone

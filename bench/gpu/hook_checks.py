@@ -31,15 +31,14 @@ from gradwire.bench.gpu.training import (
 from gradwire.bench.implementations import check_hook
 from gradwire.bench.namespaces import Rate
 from gradwire.bench.timing import timed
-from gradwire.comm import Transport, Workspace, executor_for
+from gradwire.comm import executor_for
 from gradwire.comm.graphs import WARM_UP_STEPS
-from gradwire.compress import Gradients
+from gradwire.compress import Step
 from gradwire.hooks import default_hooks
 from gradwire.hooks._bucket import GradBucket, reduce_bucket, zero_copy
 from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
-from gradwire.kernels import flatten, unflatten
 from gradwire.planner import hook_registry
 from gradwire.planner.hook_registry import HookEntry
 
@@ -206,13 +205,13 @@ def no_flat_buffer_is_allocated(device: torch.device) -> None:
 
 @zero_copy
 def _mean_then_mean_of_squares(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    async def algorithm(source: Gradients, target: Gradients, transport: Transport, workspace: Workspace) -> None:
-        wire = workspace.wire(source.table.numel, torch.float32)
-        flatten(source.tensors, wire, table=source.table, scale=1 / transport.world_size)
-        await transport.all_reduce(wire)
+    async def algorithm(step: Step) -> None:
+        wire = step.workspace.wire(step.source.table.numel, torch.float32)
+        step.source.flatten(wire, scale=1 / step.transport.world_size)
+        await step.transport.all_reduce(wire)
         wire.square_()
-        await transport.all_reduce(wire)
-        unflatten(wire, target.tensors, table=target.table)
+        await step.transport.all_reduce(wire)
+        step.target.unflatten(wire)
 
     return reduce_bucket(None, bucket, algorithm, "mean_then_mean_of_squares")
 

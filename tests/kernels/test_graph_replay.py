@@ -17,6 +17,7 @@ from gradwire.compress import (
     LowRankPolicy,
     Quantization,
     QuantizedBucket,
+    Step,
     WirePolicy,
     alternating_all_reduce,
     powersgd_all_reduce,
@@ -66,7 +67,7 @@ def run(case, in_place, cuda_graphs):
         source = [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
         target = source if in_place else [torch.full_like(each, torch.nan) for each in source]
         kept.append((source, target))  # so that every step has other addresses
-        steps = partial(algorithm, bucket, source, target, iteration, transport, workspace)
+        steps = partial(algorithm, Step.of(bucket, source, target, iteration, transport, workspace))
         if cuda_graphs:
             refresh = partial(bucket.refresh, source, target, iteration)
             run_algorithm(workspace.graphs.run(bucket, iteration % period, steps, refresh), transport)
@@ -110,7 +111,7 @@ def test_refresh_uploads_the_addresses_of_the_step():
     seen = []
     with mock.patch.object(Operands, "check", lambda operands, p, q: seen.append(operands.addresses)):
         workspace, transport = Workspace(torch.device("cpu")), LocalTransport()
-        run_algorithm(powersgd_all_reduce(bucket, source, target, 0, transport, workspace), transport)
+        run_algorithm(powersgd_all_reduce(Step.of(bucket, source, target, 0, transport, workspace)), transport)
     bucket.refresh(source, target, 1)
     assert len(seen[0]) == 9
     assert all(addresses == bucket.table._uploaded.numbers for addresses in seen)

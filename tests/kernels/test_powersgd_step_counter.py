@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gradwire.comm import LocalTransport, Workspace, run_algorithm
-from gradwire.compress import LowRankBucket, alternating_all_reduce, powersgd, powersgd_all_reduce
+from gradwire.compress import LowRankBucket, Step, alternating_all_reduce, powersgd, powersgd_all_reduce
 from gradwire.compress.policy import MatrixShape
 from tests.kernels.exact import assert_same_bits
 
@@ -15,12 +15,13 @@ def factors_after(kind, iterations):
     bucket = LowRankBucket(gradient, shapes, names=["a"], iteration=10, alternating=kind == "alternating")
     transport, workspace = LocalTransport(), Workspace(torch.device("cpu"))
     for i in iterations:
+        step = Step.of(bucket, gradient, gradient, i, transport, workspace)
         if kind == "alternating":
-            step = alternating_all_reduce(bucket, gradient, gradient, i, transport, workspace)
+            algorithm = alternating_all_reduce(step)
         else:
             warm_start = kind == "warm"
-            step = powersgd_all_reduce(bucket, gradient, gradient, i, transport, workspace, warm_start=warm_start)
-        run_algorithm(step, transport)
+            algorithm = powersgd_all_reduce(step, warm_start=warm_start)
+        run_algorithm(algorithm, transport)
     return bucket.q, bucket.counter.item()
 
 

@@ -16,18 +16,17 @@ from gradwire.comm import Workspace
 from gradwire.compress import (
     BucketScale,
     DelayedScaling,
-    Gradients,
     LowRankBucket,
     LowRankPolicy,
     Quantization,
     QuantizedBucket,
+    Step,
     WirePolicy,
     cast_all_reduce,
     powersgd_all_reduce,
     quantized_all_reduce,
     scaled_cast_all_reduce,
 )
-from gradwire.kernels import SegmentTable
 from tests.kernels.ahead_of_time import recorded_launches, variant
 
 STEPS = range(14, 19)  # a multiple of 16 among them
@@ -59,20 +58,20 @@ def model():
 
 def cast(model, dtype):
     workspace = Workspace(CPU)
-    each = [Gradients(tensors, SegmentTable(tensors)) for tensors in model]
-    return lambda _: [cast_all_reduce(g, g, dtype, TRANSPORT, workspace) for g in each]
+    each = [Step.of(None, tensors, tensors, 0, TRANSPORT, workspace) for tensors in model]
+    return lambda _: [cast_all_reduce(step, dtype) for step in each]
 
 
 def scaled_cast(model, dtype):
     workspace, counters = Workspace(CPU), torch.zeros(4, dtype=torch.int64)
-    each = [Gradients(tensors, SegmentTable(tensors)) for tensors in model]
+    each = [Step.of(None, tensors, tensors, 0, TRANSPORT, workspace) for tensors in model]
     scales = [BucketScale(torch.zeros(2, dtype=torch.int32)) for _ in each]
     for bucket in scales:
         bucket.transport = TRANSPORT
     scaling = DelayedScaling(dtype=dtype)
     return lambda _: [
-        scaled_cast_all_reduce(g, g, scaling, s, counters, g is each[-1], TRANSPORT, workspace)
-        for g, s in zip(each, scales, strict=True)
+        scaled_cast_all_reduce(step, scaling, scale, counters, step is each[-1])
+        for step, scale in zip(each, scales, strict=True)
     ]
 
 
@@ -86,7 +85,7 @@ def powersgd(model, rank, factor_dtype):
     def step(iteration):
         low_rank.extend(bucket(tensors) for tensors in model[len(low_rank) :])  # in the first step: it launches, too
         return [
-            powersgd_all_reduce(b, tensors, tensors, iteration, TRANSPORT, workspace)
+            powersgd_all_reduce(Step.of(b, tensors, tensors, iteration, TRANSPORT, workspace))
             for b, tensors in zip(low_rank, model, strict=True)
         ]
 
@@ -100,7 +99,7 @@ def quantized(model, wire, options):
         new = model[len(made) :]
         made.extend(QuantizedBucket(tensors, policy.wire_formats(tensors), TRANSPORT, options) for tensors in new)
         return [
-            quantized_all_reduce(b, tensors, tensors, iteration, TRANSPORT, workspace)
+            quantized_all_reduce(Step.of(b, tensors, tensors, iteration, TRANSPORT, workspace))
             for b, tensors in zip(made, model, strict=True)
         ]
 

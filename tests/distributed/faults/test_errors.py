@@ -48,7 +48,7 @@ def with_nonsense(state, bucket):
     return future
 
 
-async def failing_algorithm(source, target, transport, workspace):
+async def failing_algorithm(step):
     raise_fault("from the worker")
 
 

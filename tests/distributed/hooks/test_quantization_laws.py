@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.comm import LocalTransport, Workspace, run_algorithm
-from gradwire.compress import Quantization, QuantizedBucket, WirePolicy, quantized_all_reduce
+from gradwire.compress import Quantization, QuantizedBucket, Step, WirePolicy, quantized_all_reduce
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradwire.kernels import WIRE_FORMATS
 from tests.support.bits import assert_same_bits
@@ -159,7 +159,7 @@ def test_law4_result_depends_neither_on_the_ddp_nor_on_the_buckets(worlds, wire,
 
 def local_step(bucket, gradients, results, iteration=0):
     transport, workspace = LocalTransport(), Workspace(torch.device("cpu"))
-    algorithm = quantized_all_reduce(bucket, gradients, results, iteration, transport, workspace)
+    algorithm = quantized_all_reduce(Step.of(bucket, gradients, results, iteration, transport, workspace))
     run_algorithm(algorithm, transport)
     return transport.payload_bytes
 

@@ -91,7 +91,7 @@ def test_printed_code_sends_the_predicted_bytes_and_all_counts_agree():
 @pytest.mark.skipif(OBSTACLE is not None, reason=f"no network namespaces: {OBSTACLE}")
 def test_interface_sends_the_payload_that_telemetry_counts(monkeypatch):
     """Of n ranks, each sends 2 (n - 1) / n times its payload; headers add 3 % at most, and two barriers 10 kB."""
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "support")  # for the ranks, too
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "support")  # for the ranks, too
     hooks = ["fp16", "bf16-fp32-sum", "int4", "powersgd-r4"]
     with places_of(3, is_local=False) as places:
         records = launch.run("interface_bytes", {"hooks": hooks, "threads": 1}, places)

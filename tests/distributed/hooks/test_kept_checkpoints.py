@@ -11,7 +11,7 @@ from tests.support.recipe import load
 from tests.support.states import FEEDBACK, START, STATES, Training, make
 from tests.support.training import build, gradients
 
-FOLDER = Path(__file__).parents[1] / "checkpoints"  # written by tests/support/keep_checkpoints.py
+FOLDER = Path(__file__).parents[2] / "checkpoints"  # written by tests/support/keep_checkpoints.py
 VERSIONS = sorted(folder.name for folder in FOLDER.iterdir())
 versions = pytest.mark.parametrize("version", VERSIONS)
 

@@ -11,11 +11,11 @@ from gradwire.comm.stream_executor import StreamExecutor
 from gradwire.compress import (
     BucketScale,
     DelayedScaling,
-    Gradients,
     LowRankBucket,
     LowRankPolicy,
     Quantization,
     QuantizedBucket,
+    Step,
     WirePolicy,
     alternating_all_reduce,
     cast_all_reduce,
@@ -23,7 +23,6 @@ from gradwire.compress import (
     quantized_all_reduce,
     scaled_cast_all_reduce,
 )
-from gradwire.kernels import SegmentTable
 from gradwire.reducer.backward import Backward
 from tests.support.graph_on_cpu import graphs_on_cpu
 from tests.support.stream_double import Race, Stream, StreamTransport, stream_double
@@ -41,8 +40,7 @@ class Cast:
         pass
 
     def __call__(self, tensors, iteration, is_last, transport, workspace):
-        gradients = Gradients(tensors, SegmentTable(tensors))
-        return cast_all_reduce(gradients, gradients, torch.bfloat16, transport, workspace)
+        return cast_all_reduce(Step.of(None, tensors, tensors, 0, transport, workspace), torch.bfloat16)
 
 
 class ScaledCast:
@@ -53,8 +51,8 @@ class ScaledCast:
         ScaledCast.counters = torch.zeros(4, dtype=torch.int64)
 
     def __call__(self, tensors, iteration, is_last, transport, workspace):
-        gradients, rest = Gradients(tensors, SegmentTable(tensors)), (self.counters, is_last, transport, workspace)
-        return scaled_cast_all_reduce(gradients, gradients, DelayedScaling(), self.scale, *rest)
+        step = Step.of(None, tensors, tensors, 0, transport, workspace)
+        return scaled_cast_all_reduce(step, DelayedScaling(), self.scale, self.counters, is_last)
 
 
 class PowerSGD:
@@ -65,7 +63,7 @@ class PowerSGD:
         self.bucket = LowRankBucket(layouts, LowRankPolicy(rank=2).matrix_shapes(layouts), **self.options)
 
     def __call__(self, tensors, iteration, is_last, transport, workspace):
-        return self.algorithm(self.bucket, tensors, tensors, iteration, transport, workspace)
+        return self.algorithm(Step.of(self.bucket, tensors, tensors, iteration, transport, workspace))
 
 
 class Alternating(PowerSGD):
@@ -88,7 +86,7 @@ class Quantized:
         self.bucket = QuantizedBucket(layouts, formats, transport, Quantization())
 
     def __call__(self, tensors, iteration, is_last, transport, workspace):
-        return quantized_all_reduce(self.bucket, tensors, tensors, iteration, transport, workspace)
+        return quantized_all_reduce(Step.of(self.bucket, tensors, tensors, iteration, transport, workspace))
 
 
 ALGORITHMS = {each.__name__: each for each in (Cast, ScaledCast, PowerSGD, Alternating, Captured, Quantized)}

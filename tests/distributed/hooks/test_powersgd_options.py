@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gradwire.comm import LocalTransport, Workspace, run_algorithm
-from gradwire.compress import LowRankBucket, LowRankPolicy, flat_low_rank_bucket
+from gradwire.compress import LowRankBucket, LowRankPolicy, Step, flat_low_rank_bucket
 from gradwire.compress.policy import MatrixShape
 from gradwire.compress.powersgd import alternating_all_reduce, powersgd_all_reduce
 from gradwire.hooks import powerSGD_hook as ours
@@ -231,7 +231,7 @@ def test_bucket_continues_from_memory_and_does_not_modify_it(alternating):
     def step(bucket, iteration):
         results = [torch.empty_like(gradient) for gradient in gradients]
         algorithm = alternating_all_reduce if alternating else powersgd_all_reduce
-        run_algorithm(algorithm(bucket, gradients, results, iteration, transport, workspace), transport)
+        run_algorithm(algorithm(Step.of(bucket, gradients, results, iteration, transport, workspace)), transport)
         return results
 
     first = LowRankBucket(gradients, shapes, names=["w", "b"], alternating=alternating)
@@ -292,11 +292,10 @@ def test_step_allocates_no_tensor_of_gradient_size(dtype, feedback, kind):
             if i == 2:
                 allocations.nbytes = []
             if alternating:
-                steps = alternating_all_reduce(bucket, sources, sources, i, transport, workspace)
+                steps = alternating_all_reduce(Step.of(bucket, sources, sources, i, transport, workspace))
             else:
-                steps = powersgd_all_reduce(
-                    bucket, sources, sources, i, transport, workspace, warm_start=kind == "warm"
-                )
+                step = Step.of(bucket, sources, sources, i, transport, workspace)
+                steps = powersgd_all_reduce(step, warm_start=kind == "warm")
             run_algorithm(steps, transport)
     # All P of the bucket together, in fp64, are 3 * 4 * 1024 * 8 bytes: 1/21 of a matrix in 16 bit.
     assert allocations.nbytes, "the factors' small tensors are seen"

@@ -31,7 +31,7 @@ from tests.support.states import FEEDBACK, errors_of
 from tests.support.training import HOOKS, WRAPPERS, error_of, failing_hook, register
 
 LOCATIONS = torch.nn.parallel.distributed._BufferCommHookLocation
-PAGE = Path(__file__).parents[2] / "docs" / "ddp.md"
+PAGE = Path(__file__).parents[3] / "docs" / "ddp.md"
 
 # The features under their names on the page, with their arguments of the constructor.
 JOIN, JOIN_REST = "`join()`", "`join(divide_by_initial_world_size=False)`"

@@ -8,14 +8,13 @@ from torch import nn
 
 from gradwire.comm import GroupTransport, Workspace
 from gradwire.compress import (
-    Gradients,
+    Step,
     cast_all_reduce,
     sparse_all_reduce,
 )
 from gradwire.hooks.default_hooks import allreduce_hook, bf16_compress_hook, fp16_compress_hook
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
-from gradwire.kernels import SegmentTable
 from tests.support.training import WRAPPERS, register, sent_bytes
 
 # Rank 2: 2 x 24 and 2 x 16 elements of factors, both multiples of 16, to which factors are padded.
@@ -62,9 +61,9 @@ def drive(transport, steps):
 )
 def test_payload_of_a_cast_is_its_elements_in_the_wire_dtype(transport, dtype, wire, expected):
     tensors = [torch.ones(ROWS, COLUMNS, dtype=dtype), torch.ones(BIAS, dtype=dtype)]
-    bucket, workspace = Gradients(tensors, SegmentTable(tensors)), Workspace(torch.device("cpu"))
+    step = Step.of(None, tensors, tensors, 0, transport, Workspace(torch.device("cpu")))
     for _ in range(2):
-        assert drive(transport, cast_all_reduce(bucket, bucket, wire, transport, workspace)) == expected
+        assert drive(transport, cast_all_reduce(step, wire)) == expected
     assert transport.payload_bytes == 2 * expected
 
 

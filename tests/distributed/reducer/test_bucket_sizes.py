@@ -32,7 +32,7 @@ from tests.support.training import (
 )
 from tests.support.zoo import Probe
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 MIB = 2**20
 WIDE = [(512, 1024)] * 13  # 2 MiB each
 OF_HOOK = 100  # MiB, of hooks that send low-rank factors

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gradwire.comm import LocalTransport, Workspace, run_algorithm
+from gradwire.compress import Step
 from gradwire.reducer import reducer
 from gradwire.reducer.bucket import BucketSpec, DenseBucket
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
@@ -159,6 +160,6 @@ def test_default_reduction_outside_cpus_divides_by_bucket_divisor(monkeypatch, v
     bucket.collect(zero_copy=True)
     reducer.default_reduction(SimpleNamespace(process_group=None, has_streams=True), bucket)
     (algorithm,), workspace = submitted, Workspace(torch.device("cpu"))
-    run_algorithm(algorithm(bucket.source(), bucket.target(), transport, workspace), transport)
+    run_algorithm(algorithm(Step(bucket.source(), bucket.target(), None, 0, transport, workspace)), transport)
     bucket.finish(bucket.target().tensors[0], 1, {})
     assert_same_bits([each.grad for each in parameters], [each * torch.tensor(1 / 5) for each in local])

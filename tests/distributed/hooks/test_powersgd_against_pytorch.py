@@ -479,7 +479,7 @@ def test_error_of_16_bit_gradients_is_kept_in_fp32(both, pytorch, dtype):
 
 
 def test_table_in_documentation_names_every_test():
-    page = Path(__file__).parents[2] / "docs" / "migrating.md"
+    page = Path(__file__).parents[3] / "docs" / "migrating.md"
     _, _, section = page.read_text().partition("\n## PowerSGD\n")
     named = set(re.findall(r"`(test_\w+)`", section.partition("\n## ")[0]))
     here = {name for name in globals() if name.startswith("test_")} - {"test_table_in_documentation_names_every_test"}

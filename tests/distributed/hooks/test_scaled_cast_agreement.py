@@ -7,9 +7,8 @@ import torch
 import torch.distributed as dist
 
 from gradwire.comm import Transport, Workspace
-from gradwire.compress import BucketScale, DelayedScaling, Gradients, scaled_cast_all_reduce
+from gradwire.compress import BucketScale, DelayedScaling, Step, scaled_cast_all_reduce
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
-from gradwire.kernels import SegmentTable
 from gradwire.testing._many_ranks import run_in_lockstep
 from tests.support.bits import assert_same_on_all_ranks
 from tests.support.ranks import from_all_ranks, on_ranks
@@ -27,10 +26,9 @@ def step(scales, values, scaling=None, watch=None, transport=None):
     transport = transport or Transport(len(scales))
     algorithms = []
     for scale, value in zip(scales, values, strict=True):
-        bucket = Gradients([value], SegmentTable([value]))
+        each = Step.of(None, [value], [value], 0, transport, Workspace(CPU))
         counters = torch.zeros(4, dtype=torch.int64)
-        rest = (scaling or DelayedScaling(), scale, counters, True, transport, Workspace(CPU))
-        algorithms.append(scaled_cast_all_reduce(bucket, bucket, *rest))
+        algorithms.append(scaled_cast_all_reduce(each, scaling or DelayedScaling(), scale, counters, True))
     run_in_lockstep(algorithms, watch)
 
 

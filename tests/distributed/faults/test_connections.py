@@ -89,10 +89,10 @@ def test_new_wrapper_on_the_group_of_a_failed_task_trains():
     group = dist.new_group(timeout=timedelta(seconds=30))
     old = WRAPPERS["pytorch"](build("mlp"), process_group=group, bucket_cap_mb=SMALL)
 
-    async def fail_on_rank_0(source, target, transport, workspace):
+    async def fail_on_rank_0(step):
         if dist.get_rank() == 0:
             raise Fault
-        await transport.all_reduce(torch.ones(3))
+        await step.transport.all_reduce(torch.ones(3))
 
     old.register_comm_hook(None, lambda _, bucket: reduce_bucket(group, bucket, fail_on_rank_0, "failing"))
     batch = old.module.batch(own_batches())
@@ -132,11 +132,11 @@ def test_failed_task_of_pytorchs_ddp_raises_on_connected_peer():
     group = dist.new_group(timeout=timedelta(seconds=60))
     ddp = WRAPPERS["pytorch"](build("mlp"), process_group=group, bucket_cap_mb=SMALL)
 
-    async def fail_on_rank_0(source, target, transport, workspace):
-        await transport.all_reduce(torch.ones(3))
+    async def fail_on_rank_0(step):
+        await step.transport.all_reduce(torch.ones(3))
         if dist.get_rank() == 0:
             raise Fault("from the algorithm")
-        await transport.all_reduce(torch.ones(3))
+        await step.transport.all_reduce(torch.ones(3))
 
     ddp.register_comm_hook(None, lambda _, bucket: reduce_bucket(group, bucket, fail_on_rank_0, "failing"))
     batch, open_groups = ddp.module.batch(own_batches()), []

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from gradwire.comm import Transport, Workspace
-from gradwire.compress import Quantization, QuantizedBucket, quantized_all_reduce
+from gradwire.compress import Quantization, QuantizedBucket, Step, quantized_all_reduce
 from gradwire.kernels import WIRE_FORMATS
 from gradwire.testing._cases import Case, Parameter, parameters
 from gradwire.testing._laws import lost
@@ -90,7 +90,7 @@ class Run:
         parts = zip(self._buckets, gradients, results, self._transports, self._workspaces, strict=True)
         run_in_lockstep(
             [
-                quantized_all_reduce(bucket, own, result, number, transport, workspace)
+                quantized_all_reduce(Step.of(bucket, own, result, number, transport, workspace))
                 for bucket, own, result, transport, workspace in parts
             ]
         )

@@ -13,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from gradwire import DistributedDataParallel as DDP
 from gradwire.comm import GroupTransport, executor_for
 from gradwire.hooks._bucket import reduce_bucket
-from gradwire.kernels import flatten, unflatten
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
 from tests.support.ranks import from_all_ranks, on_ranks
 from tests.support.training import HOOKS, SMALLEST, register
@@ -53,14 +52,15 @@ SUMS = {"all-reduces": all_reduced, "shots": summed_in_two_shots}
 def sums_and_squares(draw, sum_of=all_reduced):
     """A hook of several collectives a bucket: the sum, and the sum of squares that travels on its own."""
 
-    async def algorithm(source, target, transport, workspace):
+    async def algorithm(step):
         nap(draw)
-        wire = flatten(source.tensors, workspace.wire(source.table.numel, source.table.dtype), table=source.table)
+        table, transport = step.source.table, step.transport
+        wire = step.source.flatten(step.workspace.wire(table.numel, table.dtype))
         squares = wire * wire
         wire = await sum_of(wire, transport)
         nap(draw)
         squares = await sum_of(squares, transport)
-        unflatten(wire + WEIGHT_OF_SQUARES * squares, target.tensors, table=target.table)
+        step.target.unflatten(wire + WEIGHT_OF_SQUARES * squares)
 
     def hook(state, bucket):
         return reduce_bucket(state, bucket, algorithm, "test_hook")

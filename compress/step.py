@@ -1,0 +1,125 @@
+"""`Gradients` of a bucket, and the `Step` that an algorithm gets."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Hashable, Sequence
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from gradwire.comm.executor import Workspace
+from gradwire.comm.transport import Algorithm, Transport
+from gradwire.kernels import SegmentTable, flatten, unflatten
+
+
+class Gradients(NamedTuple):
+    """The gradients of a bucket: a list with one tensor per parameter, or one flat buffer that holds them all.
+
+    Attributes:
+        tensors: one per parameter, or one flat buffer; of one dtype.
+        table: layout of ``tensors`` in a wire buffer.
+        layout: layout of the gradients, one per parameter, in the flat buffer; None: ``tensors`` are the gradients.
+    """
+
+    tensors: Sequence[Tensor]
+    table: SegmentTable
+    layout: SegmentTable | None = None
+
+    @property
+    def flat(self) -> Tensor | None:
+        """The flat buffer, if ``tensors`` is one real 1-D tensor; else None."""
+        if len(self.tensors) == 1 and self.tensors[0].dim() == 1 and not self.table.is_complex:
+            return self.tensors[0]
+        return None
+
+    def each(self) -> list[Tensor]:
+        """One real tensor per parameter: the gradient itself, or a view of the flat buffer."""
+        if self.layout is None:
+            return self.table.real(self.tensors)
+        return self.layout.views(self.tensors[0])
+
+    def flatten(self, wire: Tensor, **options: Any) -> Tensor:
+        """Gather all gradients in ``wire``; see `gradwire.kernels.flatten`."""
+        return flatten(self.tensors, wire, table=self.table, **options)
+
+    def unflatten(self, wire: Tensor, **options: Any) -> None:
+        """Scatter ``wire`` to all gradients; see `gradwire.kernels.unflatten`."""
+        unflatten(wire, self.tensors, table=self.table, **options)
+
+
+class Step:
+    """A bucket in one step, as an algorithm gets it.
+
+    Args:
+        source: the gradients, as a list or as one flat buffer.
+        target: the tensors that receive the mean; may be the same memory.
+        memory: the memory of the bucket, which `HookState.prepare` returns.
+        iteration: number of the step, equal on all ranks.
+        transport: the collectives: ``await transport.all_reduce(tensor)`` sums a tensor over the ranks, in place. Every
+            rank must await the same ones in the same order.
+        workspace: provides wire buffers.
+        names: parameter names.
+    """
+
+    def __init__(
+        self,
+        source: Gradients,
+        target: Gradients,
+        memory: Any,
+        iteration: int,
+        transport: Transport,
+        workspace: Workspace,
+        names: tuple[str, ...] = (),
+    ) -> None:
+        self.source, self.target = source, target
+        self.memory, self.iteration = memory, iteration
+        self.transport, self.workspace = transport, workspace
+        self.names = names
+
+    @classmethod
+    def of(
+        cls,
+        memory: Any,
+        gradients: Sequence[Tensor],
+        results: Sequence[Tensor],
+        iteration: int,
+        transport: Transport,
+        workspace: Workspace,
+    ) -> Step:
+        """A step on lists of tensors, outside of a hook. ``results`` may be ``gradients``."""
+        table = SegmentTable(gradients)
+        return cls(Gradients(gradients, table), Gradients(results, table), memory, iteration, transport, workspace)
+
+    @cached_property
+    def gradients(self) -> list[Tensor]:
+        """One real tensor per parameter; a complex gradient is a tensor of pairs."""
+        return self.source.each()
+
+    @cached_property
+    def results(self) -> list[Tensor]:
+        """The tensors that receive the mean, like ``gradients``; the same list in a step that works in place."""
+        return self.gradients if self.target.tensors is self.source.tensors else self.target.each()
+
+    @cached_property
+    def is_in_place(self) -> bool:
+        """Whether the mean is written over the gradients."""
+        gradients, results = self.gradients, self.results
+        return gradients is results or all(map(operator.is_, gradients, results))
+
+    def in_graphs(self, start: Callable[[], Algorithm[None]], variant: Hashable = None) -> Algorithm[None]:
+        """Run an algorithm of ``memory`` in `PiecewiseGraphs`, or as it is where its kernels cannot be captured.
+
+        ``memory`` has ``can_capture``, and ``refresh(gradients, results, iteration)`` for the numbers on the device
+        that a replay reads.
+
+        Args:
+            start: creates the algorithm.
+            variant: the decisions of the host about this step.
+        """
+        graphs = self.workspace.graphs
+        if graphs is None or not self.memory.can_capture:
+            return start()
+        refresh = partial(self.memory.refresh, self.gradients, self.results, self.iteration)
+        return graphs.run(self.memory, (self.is_in_place, variant), start, refresh)
