@@ -66,18 +66,18 @@ class Settings(Protocol):
     """What a handshake reads of a hook state; see `HookSettings`."""
 
     hook_name: str
-    _telemetry: Any
+    telemetry: Any
 
-    def settings(self) -> dict[str, object]:
+    def _settings(self) -> dict[str, object]:
         """The hook's name and options."""
 
-    def replicated(self) -> dict[str, object]:
+    def _replicated(self) -> dict[str, object]:
         """Further values to compare."""
 
-    def parameter_names(self, bucket: GradBucket) -> Sequence[str]:
+    def _parameter_names(self, bucket: GradBucket) -> Sequence[str]:
         """Names of the bucket's parameters."""
 
-    def apply_settings(self, settings: dict[str, object]) -> None:
+    def _apply_settings(self, settings: dict[str, object]) -> None:
         """Apply settings that all ranks have agreed on."""
 
 
@@ -119,7 +119,7 @@ class Handshake:
             group = _chosen_group(cast("GradwireBucket", bucket), process_group)
         if (note_use := getattr(bucket, "note_use", None)) is not None:
             note_use(state, group)
-        own, generation, telemetry = state.settings(), connections_of(group).generation, state._telemetry
+        own, generation, telemetry = state._settings(), connections_of(group).generation, state.telemetry
         settings = own if telemetry is None else {**own, **telemetry.settings()}
         agreements = self._agreed.setdefault(group, {})
         agreement = agreements.get(state.hook_name)
@@ -128,7 +128,7 @@ class Handshake:
         again = bucket.parameters()[0] in agreement.parameters
         if again and agreement.settings == settings:
             return group
-        names = state.parameter_names(bucket)
+        names = state._parameter_names(bucket)
         if hasattr(bucket, "model_parameters"):
             parameters = bucket.model_parameters
         else:
@@ -139,7 +139,7 @@ class Handshake:
             "gradwire": __version__,
             **settings,
             "loaded since the last handshake": again and self.is_loaded_anew,
-            **state.replicated(),
+            **state._replicated(),
             "names of its parameters": f"{names[0]} and so on, digest {digest(names)}" if names else "not needed",
             "bucket": f"{bucket.index()}, the last" if bucket.is_last() else bucket.index(),
             kind: f"{bucket_dtype(bucket)} on {bucket_device(bucket).type}",
@@ -149,7 +149,7 @@ class Handshake:
         _compare(group, {name: str(fact) for name, fact in facts.items()}, again, getattr(bucket, "model_number", 0))
         # A copy: dictionaries among the options may be modified in place.
         settings = {name: dict(value) if isinstance(value, Mapping) else value for name, value in settings.items()}
-        state.apply_settings({name: settings[name] for name in own})  # measuring changes no buckets
+        state._apply_settings({name: settings[name] for name in own})  # measuring changes no buckets
         agreement.settings = settings
         agreement.parameters.update(dict.fromkeys(parameters, True))
         self.is_loaded_anew = False

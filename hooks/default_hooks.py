@@ -90,7 +90,7 @@ class CastState(HookSettings):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(None, **state)  # type: ignore[misc]
 
-    def settings(self) -> dict[str, object]:
+    def _settings(self) -> dict[str, object]:
         """The hook's name, and how it sums."""
         return {"hook": self.hook_name, "accumulate": self.accumulate, "local_size": self.local_size}
 
@@ -113,7 +113,7 @@ def _cast_hook(
         wire = "fp16" if dtype == torch.float16 else "bf16"
         return quantized_reduction(process_group, bucket, wire, _BLOCK_NUMEL, state.local_size, settings)
 
-    group, telemetry = settings.handshake.agree(settings, bucket, process_group), settings._telemetry
+    group, telemetry = settings.handshake.agree(settings, bucket, process_group), settings.telemetry
     # All ranks measure, or none: the handshake compared it.
     if dtype is None and telemetry is None and not is_sparse(bucket) and bucket_device(bucket).type == "cpu":
         return all_reduce_on_cpu(group, bucket)

@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -34,12 +33,12 @@ from gradwire.hooks._bucket import (
     bucket_dtype,
     ddp_hook,
     is_sparse,
-    plain_name,
     real_layouts,
     reduce_bucket,
     zero_copy,
 )
-from gradwire.hooks.hook_state import ERRORS, HookSettings, HookState, Memory, Step, hook_for, settings_of
+from gradwire.hooks._memory import ERRORS
+from gradwire.hooks.hook_state import HookSettings, HookState, Memory, Step, hook_for, settings_of
 from gradwire.kernels import MAX_BLOCK_SIZE, MIN_BLOCK_SIZE, WIRE_FORMATS, as_real, layout_in_dtype
 
 __all__ = ["QuantizationState", "quantization_hook", "quantization_perchannel_hook", "quantization_pertensor_hook"]
@@ -189,7 +188,6 @@ class QuantizationState(HookState):
     """
 
     __module__ = "gradwire.hooks.quantization_hooks"  # the import path, also in pickles
-    memory: ClassVar[Mapping[str, Memory]] = {ERRORS: Memory(merge="sum", dtype=torch.float32)}
     local_options = frozenset({"cuda_graphs"})
     compiles_early = True
     options: QuantizationOptions
@@ -215,20 +213,13 @@ class QuantizationState(HookState):
         wires = {} if wires is None else wires
         values = locals()
         options = QuantizationOptions(**{each.name: values[each.name] for each in fields(QuantizationOptions)})
-        super().__init__("quantization_hook", process_group, options)
+        memory = {ERRORS: Memory(merge="sum", dtype=torch.float32)}
+        super().__init__("quantization_hook", process_group, options, memory)
 
-    def needs_names(self) -> str | None:
+    def _needs_names(self) -> str | None:
         """Patterns in the options need names; see `HookState`."""
         has_patterns = bool(self.options.wires) or self.options.exempt != DEFAULT_EXEMPT
         return "A pattern in wires or exempt" if has_patterns else None
-
-    def residuals(self) -> list[Tensor]:
-        """This rank's error memory of both shots, for `metrics`."""
-        return [bucket.errors for _, bucket in list(self._buckets.values()) if bucket.errors is not None]
-
-    def _every_error(self) -> list[Tensor]:
-        nodes = [bucket for _, bucket in self._buckets.values() if isinstance(bucket, NodeBucket)]
-        return [*super()._every_error(), *(error for node in nodes for error in (node.inherited or {}).values())]
 
     def make_bucket(
         self, parameters: Sequence[Tensor], dtype: torch.dtype, names: Sequence[str], transport: Transport
@@ -241,12 +232,12 @@ class QuantizationState(HookState):
             transport,
             quantization,
             names=names,
-            memory=self._tensors,
+            memory=self.memory.own,
             iteration=self.iter,
         )
         if isinstance(made, NodeBucket):  # it has taken the errors, and has no views of them
             for name in names:
-                self._tensors[ERRORS].pop(name, None)
+                self.memory.own[ERRORS].pop(name, None)
         if self.options.cuda_graphs and not made.can_capture:
             where = "several nodes of several ranks" if isinstance(made, NodeBucket) else str(parameters[0].device)
             warnings.warn(
@@ -256,20 +247,7 @@ class QuantizationState(HookState):
             )
         return made
 
-    def folded(self, bucket: AnyBucket) -> Mapping[str, Mapping[str, Tensor]]:
-        """This rank's errors of both shots, by parameter name."""
-        return {ERRORS: bucket.folded_errors()}
-
-    def take_back(self, name: str, gradient: Tensor) -> bool:
-        """Keep a reduced gradient that was not applied, for the next step; see `HookState.take_back`."""
-        plain = plain_name(name)
-        for names, (_, bucket) in self._buckets.items():
-            if isinstance(bucket, NodeBucket) and plain in names:
-                bucket.take_back(plain, self._share(ERRORS, as_real(gradient), self._group))
-                return bucket.errors is not None
-        return super().take_back(name, gradient)
-
-    def keeps(self, entry: str) -> bool:
+    def _keeps(self, entry: str) -> bool:
         """Every parameter has errors, unless error feedback is off."""
         return self.options.use_error_feedback
 
@@ -381,7 +359,7 @@ def quantized_reduction(
         executor = executor_for(group, bucket_device(bucket))
         quantized = _quantized_bucket(executor, bucket, wire, block_size, local_size)
 
-    telemetry = settings._telemetry
+    telemetry = settings.telemetry
     return reduce_bucket(group, bucket, all_reduce, settings.hook_name, memory=quantized, telemetry=telemetry)
 
 

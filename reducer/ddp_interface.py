@@ -54,7 +54,7 @@ class DDPReducer(Reducer):
             raise RuntimeError(errors.HOOK_REGISTERED_TWICE)
         check_pairing(state, hook)
         state = in_group(state, hook, self.exchange.process_group)
-        take_back = state.take_back if isinstance(state, HookState) else None
+        take_back = state.memory.take_back if isinstance(state, HookState) else None
         self.hook = BucketHook(hook, state, is_zero_copy(hook), True, not is_gradwire_hook(hook), take_back)
         self.exchange.has_hook = True
         if self.hook.has_groups and isinstance(state, HookState):
@@ -344,7 +344,7 @@ class DDPReducer(Reducer):
         elif getattr(state, "process_group", None) is self.exchange.process_group:
             state.process_group = process_group
             if isinstance(state, HookState):
-                state.follows_model = True
+                state._follows_model = True
         self.exchange.update_process_group(process_group)
 
 

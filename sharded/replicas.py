@@ -201,7 +201,9 @@ class ReplicaGroup(dist.ProcessGroup):
             return
         names = bucket.parameter_names()
         taken = [
-            name for name, view in zip(names, bucket.views(mean), strict=True) if self._state.take_back(name, view)
+            name
+            for name, view in zip(names, bucket.views(mean), strict=True)
+            if self._state.memory.take_back(name, view)
         ]
         reduce_scatter = reduce_scatter_of(self._group)
         if isinstance(reduce_scatter, QuantizedReduceScatter):

@@ -6,7 +6,6 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import ClassVar
 from unittest import mock
 
 import pytest
@@ -138,7 +137,7 @@ def test_resynchronization_from_rank_1_gives_all_its_model_and_state(kind):
             exponent[0] += rank
     else:
         for each in [state, *getattr(state, "_states", {}).values()]:
-            each.continue_at(each.iter + 3 * rank)
+            each._continue_at(each.iter + 3 * rank)
         for tensor in tree_leaves(state.replicated_state()):
             if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
                 tensor.mul_(1 - rank / 4)
@@ -400,10 +399,12 @@ class Start:
 class CountingState(HookState):
     """Memory in shapes of its own, to which every step adds a number that depends on the rank."""
 
-    memory: ClassVar = {
-        "sums": Memory(merge="sum", shape=lambda gradient: (2, gradient.dim())),
-        "means": Memory(merge="mean", dtype=torch.float64),
-    }
+    def __init__(self, hook, process_group=None, options=None):
+        memory = {
+            "sums": Memory(merge="sum", shape=lambda gradient: (2, gradient.dim())),
+            "means": Memory(merge="mean", dtype=torch.float64),
+        }
+        super().__init__(hook, process_group, options, memory)
 
 
 @hook_for(CountingState)

@@ -37,7 +37,7 @@ def change_frozen_parameter(ddp, state):
 
 
 def change_factor(ddp, state):
-    name, factor = next(iter(state.tensors("q").items()))
+    name, factor = next(iter(state.memory.tensors("q").items()))
     next_float(factor)
     return f"hook state, q {name}"
 
