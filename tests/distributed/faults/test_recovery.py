@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 import gradwire
 from gradwire.comm import connections_of
+from gradwire.hooks._memory import StateMemory
 from gradwire.hooks.hook_state import HookState, Memory, hook_for
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks, differences
 from tests.support.ranks import from_all_ranks, on_ranks, signals
@@ -357,17 +358,17 @@ def test_failed_first_compressed_step_leaves_states_that_agree(hook):
 
 def fail_once_a_peer_has_a_bucket(training, store):
     """A step in which rank 1 makes a bucket of a state, and rank 0 fails before it makes one."""
-    make = HookState.new_bucket
+    make = StateMemory._new_bucket
 
-    def new_bucket(state, *arguments):
+    def new_bucket(memory, *arguments):
         if dist.get_rank() == 0:
             store.wait(["made"], LIMIT)
             raise Fault
-        made = make(state, *arguments)
+        made = make(memory, *arguments)
         store.set("made", "")
         return made
 
-    with mock.patch.object(HookState, "new_bucket", new_bucket):
+    with mock.patch.object(StateMemory, "_new_bucket", new_bucket):
         assert error_of(training.run, 1) is not None
 
 
