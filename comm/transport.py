@@ -76,6 +76,7 @@ class Driver(Generic[T]):
         algorithm: the coroutine; nothing else has awaited it.
         transport: the transport that the algorithm uses; None not to check that it awaits every collective.
         name: common part of the names of the ranges.
+        on_error: called while an error of the algorithm is handled.
 
     Attributes:
         result: result of the algorithm, once `advance` has returned None.
@@ -84,9 +85,14 @@ class Driver(Generic[T]):
     result: T
 
     def __init__(
-        self, algorithm: Algorithm[T], transport: Transport | None = None, name: str = "gradwire::algorithm"
+        self,
+        algorithm: Algorithm[T],
+        transport: Transport | None = None,
+        name: str = "gradwire::algorithm",
+        on_error: Callable[[], None] | None = None,
     ) -> None:
         self._algorithm = algorithm
+        self._on_error = on_error
         self._transport = transport
         self._name = name
         self._part = 0
@@ -106,6 +112,10 @@ class Driver(Generic[T]):
                 collective = self._algorithm.send(None)
             except StopIteration as end:
                 collective, self.result = None, end.value
+            except Exception:
+                if self._on_error is not None:
+                    self._on_error()
+                raise
         if transport is not None:  # shared with other tasks, which run between two calls
             self._n_unawaited += transport.n_created - n_created - (collective is not None)
             if collective is None and self._n_unawaited > 0:

@@ -25,12 +25,12 @@ from torch.futures import Future
 
 from gradwire.comm import (
     Algorithm,
+    Connections,
     GroupTransport,
     IdleTransport,
     Transport,
     Workspace,
     connections_of,
-    executor_for,
     run_algorithm,
 )
 from gradwire.comm.store_collectives import RanksMissing, named_barrier
@@ -44,17 +44,14 @@ from gradwire.compress._validation import (
 )
 from gradwire.compress.memory import Memory, MemoryByName
 from gradwire.hooks._bucket import (
+    Bucket,
     GradBucket,
     ParameterNames,
-    bucket_device,
-    bucket_dtype,
     check_process_group,
     ddp_hook,
     described,
     is_gradwire_hook,
     is_number,
-    is_sparse,
-    plain_name,
     reduce_bucket,
     registered_wrappers,
     zero_copy,
@@ -175,7 +172,7 @@ class HookSettings:
         """Further values that a handshake compares: counters, and digests of loaded memory."""
         return {}
 
-    def _parameter_names(self, bucket: GradBucket) -> Sequence[str]:
+    def _parameter_names(self, bucket: Bucket) -> Sequence[str]:
         """Names of the bucket's parameters in the state; empty for a hook without memory."""
         return ()
 
@@ -361,15 +358,13 @@ class HookState(HookSettings):
         self.names.bind(module)
         self._check_patterns()
 
-    def _parameter_names(self, bucket: GradBucket) -> tuple[str, ...]:
+    def _parameter_names(self, bucket: Bucket) -> tuple[str, ...]:
         """The names of the bucket's parameters, or numbers if they are not known.
 
         Raises:
             RuntimeError: options need names, and the names are not known.
         """
-        if hasattr(bucket, "parameter_names"):  # a bucket of gradwire's DDP
-            return tuple(map(plain_name, bucket.parameter_names()))
-        return self.names.in_bucket(bucket, self._needs_names)
+        return bucket.names or self.names.in_bucket(bucket, self._needs_names)
 
     def _has_model(self) -> bool:
         """Whether a model is known that the state is registered on."""
@@ -411,7 +406,7 @@ class HookState(HookSettings):
         """Set the number of the next step."""
         self._iter, self._is_counted = iteration, True
 
-    def run(self, bucket: GradBucket, algorithm: Callable[[Step], Algorithm[None]]) -> Future[Tensor]:
+    def run(self, bucket: GradBucket | Bucket, algorithm: Callable[[Step], Algorithm[None]]) -> Future[Tensor]:
         """Average a bucket with ``algorithm``, in bucket order; the future has the result.
 
         Steps before the option ``start_iter``, and sparse gradients, take the plain all-reduce.
@@ -425,17 +420,28 @@ class HookState(HookSettings):
             RuntimeError: the ranks have different hooks, options, step counts or memory.
             ValueError: the state belongs to another model, or its loaded memory does not fit the model.
         """
-        group, names = self._enter(bucket)
+        bucket = Bucket.of(bucket)
+        self._prepared = None
+        position, latest, self._latest_index = bucket.position, self._latest_index, bucket.position
+        if latest is None or position <= latest:  # the buckets of a step come in order, but any may be skipped
+            self._begin_step()
+            self._step_in_progress = self._iter + 1
+        connections = self.handshake.agree(self, bucket, self._process_group)
+        names = bucket.names or self._parameter_names(bucket)
+        if not self._patterns_match:
+            self.names.note(names, bucket)
+            self._check_patterns()
         iteration, memory = self._iter, None
-        if not is_sparse(bucket):
+        if not bucket.is_sparse:
             if iteration >= self._start:
-                memory = self.prepare(bucket, names, group)
+                memory = self.prepare(bucket, names, connections.group)
             elif self.compiles_early:
-                self._compile(bucket, names, group, algorithm)
-
-        self._maybe_increase_iter(bucket)
+                self._compile(bucket, names, connections, algorithm)
+        self._is_counted = False
+        if bucket.is_final:  # and has raised no error
+            self._count_step()
         return reduce_bucket(
-            group,
+            connections,
             bucket,
             cast_all_reduce if memory is None else algorithm,
             self.hook_name,
@@ -445,7 +451,7 @@ class HookState(HookSettings):
             telemetry=self.telemetry,
         )
 
-    def prepare(self, bucket: GradBucket, names: tuple[str, ...], group: dist.ProcessGroup) -> Any:
+    def prepare(self, bucket: Bucket, names: tuple[str, ...], group: dist.ProcessGroup) -> Any:
         """The memory of a bucket in a compressed step, kept from step to step.
 
         Returns:
@@ -459,9 +465,9 @@ class HookState(HookSettings):
 
     def _compile(
         self,
-        bucket: GradBucket,
+        bucket: Bucket,
         names: tuple[str, ...],
-        group: dist.ProcessGroup,
+        connections: Connections,
         algorithm: Callable[[Step], Algorithm[None]],
     ) -> None:
         """Run two steps of ``algorithm`` on zeros, without collectives, in memory of their own, if Triton would compile
@@ -469,7 +475,7 @@ class HookState(HookSettings):
 
         The buckets of the first step, of which one may hold the whole model, are left out: they are rebuilt.
         """
-        device, key = bucket_device(bucket), (names, bucket_dtype(bucket))
+        device, key = bucket.device, (names, bucket.dtype)
         if self._first_step is None:
             self._first_step = self._iter
         if self._iter == self._first_step < self._start - 1 or key in self._compiled:
@@ -478,11 +484,11 @@ class HookState(HookSettings):
             return
         self._compiled.add(key)
         with suppress(torch.OutOfMemoryError):  # the first compressed step compiles, then
-            transport = IdleTransport(executor_for(group, device).transport)
+            transport = IdleTransport(connections.executor(device).transport)
             kept, self.memory = self.memory, StateMemory(self, self.memory.declared)
             try:
                 parameters = [gradient_layout(parameter) for parameter in bucket.parameters()]
-                memory = self.make_bucket(parameters, bucket_dtype(bucket), names, transport)
+                memory = self.make_bucket(parameters, bucket.dtype, names, transport)
             finally:
                 self.memory = kept
             if memory is None:
@@ -493,34 +499,12 @@ class HookState(HookSettings):
             for number in (self._iter, self._iter + 1):
                 run_algorithm(algorithm(Step(zeros, zeros, memory, number, transport, workspace, names)), transport)
 
-    def _enter(self, bucket: GradBucket) -> tuple[dist.ProcessGroup, tuple[str, ...]]:
-        """Compare the settings with the other ranks, and return the process group and the parameter names of a bucket.
-
-        Call it once per bucket, before anything else, and `_maybe_increase_iter` at the end.
-        """
-        self._prepared = None
-        index, latest = bucket.index(), self._latest_index
-        self._latest_index = index
-        if latest is None or index <= latest:  # the buckets of a step come in order, but any may be skipped
-            self._begin_step()
-            self._step_in_progress = self._iter + 1
-        group, names = self.handshake.agree(self, bucket, self._process_group), self._parameter_names(bucket)
-        if not self._patterns_match:
-            self.names.note(names, bucket)
-            self._check_patterns()
-        return group, names
-
     def _begin_step(self) -> None:
         """Begin a step. The one before ends now if its last bucket was skipped or went to another hook."""
         if not self._is_counted:
             self._count_step()
-        self._match_scale()
-
-    def _maybe_increase_iter(self, bucket: GradBucket) -> None:
-        """Count the step if ``bucket``, which raised no error, is its last."""
-        self._is_counted = False
-        if bucket.is_last():
-            self._count_step()
+        if self._scaler is not None:
+            self._match_scale()
 
     def _count_step(self) -> None:
         """Count a step that has ended."""

@@ -36,7 +36,7 @@ from gradwire.compress._validation import (
 )
 from gradwire.compress.memory import error_like
 from gradwire.compress.policy import check_factors, check_size_of_factors
-from gradwire.hooks._bucket import GradBucket, ddp_hook
+from gradwire.hooks._bucket import Bucket, GradBucket, ddp_hook
 from gradwire.hooks._memory import ERRORS
 from gradwire.hooks.hook_state import HookState, Memory, Step, hook_for, with_option_attributes
 from gradwire.kernels import MAX_RANK, WIRE_FORMATS, as_real, compute_dtype, gradient_layout, layout_in_dtype
@@ -55,7 +55,7 @@ logger = logging.getLogger("gradwire.hooks.powerSGD_hook")
 LOW_RANK_BUCKET_CAP_MB = 100
 FACTOR_WIRES = ("int8", "int4", "bf16", "fp16")
 MAX_FACTOR = 1 + 2.0**-10  # columns have unit length, up to rounding
-_PYTORCH_ATTRIBUTES = ("error_dict", "p_memory_dict", "q_memory_dict", "rng")
+_PYTORCH_ATTRIBUTES = ("error_dict", "maybe_increase_iter", "p_memory_dict", "q_memory_dict", "rng")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,7 +319,7 @@ class PowerSGDState(HookState):
         before, after = self.total_numel_before_compression, self.total_numel_after_compression
         return (before / after if after > 0 else 0, before, after)
 
-    def prepare(self, bucket: GradBucket, names: tuple[str, ...], group: dist.ProcessGroup) -> LowRankBucket | None:
+    def prepare(self, bucket: Bucket, names: tuple[str, ...], group: dist.ProcessGroup) -> LowRankBucket | None:
         """The `LowRankBucket` of a bucket, counted in `compression_stats`; see `HookState.prepare`."""
         low_rank: LowRankBucket | None = super().prepare(bucket, names, group)
         if low_rank is not None:

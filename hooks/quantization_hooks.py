@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from gradwire.comm import Algorithm, Executor, Transport, executor_for
+from gradwire.comm import Algorithm, Executor, Transport
 from gradwire.compress import (
     NodeBucket,
     Quantization,
@@ -28,12 +28,9 @@ from gradwire.compress import (
 from gradwire.compress._validation import check_flag, check_keywords, check_whole_number
 from gradwire.compress.policy import DEFAULT_EXEMPT
 from gradwire.hooks._bucket import (
+    Bucket,
     GradBucket,
-    bucket_device,
-    bucket_dtype,
     ddp_hook,
-    is_sparse,
-    real_layouts,
     reduce_bucket,
     zero_copy,
 )
@@ -353,26 +350,26 @@ def quantized_reduction(
         local_size: number of ranks on each node, or "auto"; see `QuantizationState`.
         settings: settings of the hook, which must be equal on all ranks.
     """
-    group = settings.handshake.agree(settings, bucket, process_group)
+    adapted = Bucket.of(bucket)
+    connections = settings.handshake.agree(settings, adapted, process_group)
     quantized = None
-    if not is_sparse(bucket):
-        executor = executor_for(group, bucket_device(bucket))
-        quantized = _quantized_bucket(executor, bucket, wire, block_size, local_size)
+    if not adapted.is_sparse:
+        quantized = _quantized_bucket(connections.executor(adapted.device), adapted, wire, block_size, local_size)
 
     telemetry = settings.telemetry
-    return reduce_bucket(group, bucket, all_reduce, settings.hook_name, memory=quantized, telemetry=telemetry)
+    return reduce_bucket(connections, adapted, all_reduce, settings.hook_name, memory=quantized, telemetry=telemetry)
 
 
 def _quantized_bucket(
-    executor: Executor, bucket: GradBucket, wire: str, block_size: int, local_size: int | str
+    executor: Executor, bucket: Bucket, wire: str, block_size: int, local_size: int | str
 ) -> AnyBucket:
     buckets, transport = _buckets_of.setdefault(executor, {}), executor.transport
-    dtype, parameters = bucket_dtype(bucket), bucket.parameters()
+    dtype, parameters = bucket.dtype, bucket.parameters()
     n_local = ranks_on_node(local_size, transport)
     layouts = ((parameter.shape, parameter.stride()) for parameter in parameters)
     key = (wire, block_size, n_local, dtype, *layouts)
     if key not in buckets:
         formats = [WIRE_FORMATS[wire]] * len(parameters)
         options = Quantization(block_size=block_size, error_dtype=None, local_size=n_local)
-        buckets[key] = bucket_kind(options)(real_layouts(bucket), formats, transport, options)
+        buckets[key] = bucket_kind(options)(bucket.real_layouts(), formats, transport, options)
     return buckets[key]

@@ -18,7 +18,7 @@ from gradwire.compress._validation import (
     wrong,
 )
 from gradwire.compress.scaled_cast import MAX_MARGIN
-from gradwire.hooks._bucket import GradBucket
+from gradwire.hooks._bucket import Bucket, GradBucket
 from gradwire.hooks.hook_state import HookState, Step, hook_for
 from gradwire.hooks.telemetry import HostCopy
 from gradwire.kernels import MAX_EXPONENT, is_capturing
@@ -30,7 +30,7 @@ def __dir__() -> list[str]:
     return __all__
 
 
-class _Bucket(NamedTuple):
+class _Place(NamedTuple):
     """The place of a bucket in its step."""
 
     is_last: bool
@@ -142,10 +142,10 @@ class ScaledCastState(HookState):
         if not self._has_warned and self._saturated is None and not is_capturing(counters.device):
             self._saturated = HostCopy(counters[1:2])
 
-    def prepare(self, bucket: GradBucket, names: tuple[str, ...], group: dist.ProcessGroup) -> "_Bucket":
+    def prepare(self, bucket: Bucket, names: tuple[str, ...], group: dist.ProcessGroup) -> "_Place":
         """The bucket as the algorithm sees it; its scale is created on the stream or thread that uses it."""
         closes_step, self._is_left_open = self._is_left_open, False
-        return _Bucket(bucket.is_last(), closes_step)
+        return _Place(bucket.is_final, closes_step)
 
     def _bucket_scale(self, names: tuple[str, ...], device: torch.device) -> BucketScale:
         """The scale of a bucket. A new bucket starts from the smallest scale of its parameters."""

@@ -274,8 +274,6 @@ class DDPReducer(Reducer):
             buckets: list[Bucket] = [bucket.with_zeros(self.hook.is_zero_copy) for bucket in self.buckets]
             futures = []
             for bucket in buckets:
-                bucket.process_group = exchange.process_group
-                bucket.note_use = exchange.note_use if self.hook.has_groups else None
                 bucket.divisor = exchange.process_group.size()
                 futures.append(self._run_comm_hook(bucket))
             counts = self._used.exchange_none(exchange.transport) if self._may_leave_out else ()

@@ -111,7 +111,7 @@ class Reducer:
 
     def _set_buckets(self, assignment: Assignment) -> None:
         self.buckets = make_buckets(self.options, assignment, self._upcast_stream)
-        self._bucket_of = {i: bucket.index() for bucket in self.buckets for i in bucket.members}
+        self._bucket_of = {i: bucket.position for bucket in self.buckets for i in bucket.members}
         self._begin(Phase.DONE)
 
     def _begin(self, phase: Phase) -> None:
@@ -285,7 +285,7 @@ class Reducer:
         if self._skips:
             launched = [bucket for bucket in self.buckets if not self._is_skipped(bucket)]
             for bucket in self.buckets:
-                bucket.is_last_launched = bucket in launched[-1:]
+                bucket.is_final = bucket in launched[-1:]
 
     def _is_skipped(self, bucket: Bucket) -> bool:
         return self._skips and not self._backward.is_again and set(bucket.members) <= set(self._unused)
@@ -332,10 +332,7 @@ class Reducer:
             if torch.is_grad_enabled():
                 warnings.warn(errors.CREATE_GRAPH, stacklevel=2)
             with profiler_range(f"gradwire::launch bucket {index}"), torch.no_grad():
-                bucket.process_group, bucket.n_passes = self.exchange.process_group, self.exchange.n_passes
-                bucket.model_number = self.exchange.number
-                bucket.note_use = self.exchange.note_use if self.hook.has_groups else None
-                bucket.divisor = self._divisor
+                bucket.divisor, bucket.n_passes = self._divisor, self.exchange.n_passes
                 is_used = self._used.local
                 may_leave_out = self._backward.may_leave_out
                 unused = [k for k, i in enumerate(bucket.members) if not is_used[i]] if may_leave_out else []
@@ -351,7 +348,10 @@ class Reducer:
             raise
 
     def _run_comm_hook(self, bucket: Bucket) -> Future[Tensor]:
-        return self.hook.function(self.hook.state, bucket)
+        exchange, hook = self.exchange, self.hook
+        bucket.process_group, bucket.model_number = exchange.process_group, exchange.number
+        bucket.note_use = exchange.note_use if hook.has_groups else None
+        return hook.function(hook.state, bucket)
 
     # Phase 4: results become gradients.
 
@@ -428,7 +428,7 @@ def default_reduction(exchange: Exchange, bucket: Bucket) -> Future[Tensor]:
         else:
             await cast_all_reduce(step, divisor=bucket.divisor)
 
-    return reduce_bucket(exchange.process_group, cast("Any", bucket), algorithm, "all-reduce", divisor=bucket.divisor)
+    return reduce_bucket(exchange.connections, bucket, algorithm, "all-reduce", divisor=bucket.divisor)
 
 
 def run_optimizers(parameters: Sequence[Tensor]) -> None:
