@@ -132,11 +132,6 @@ def bucket_kind(options: Quantization) -> type[QuantizedBucket] | type[NodeBucke
     return NodeBucket if options.local_size > 1 else QuantizedBucket
 
 
-def all_reduce(step: Step) -> Algorithm[None]:
-    """`quantized_all_reduce`, or `quantized_all_reduce_on_nodes`."""
-    return quantized_all_reduce_on_nodes(step) if isinstance(step.memory, NodeBucket) else quantized_all_reduce(step)
-
-
 class QuantizationState(HookState):
     """Options and error memory of `quantization_hook`, for one model.
 
@@ -278,7 +273,8 @@ def quantization_hook(state: QuantizationState, bucket: GradBucket) -> torch.fut
 
 
 def _quantized(options: QuantizationOptions, step: Step) -> Algorithm[None]:
-    return step.in_graphs(partial(all_reduce, step)) if options.cuda_graphs else all_reduce(step)
+    algorithm = quantized_all_reduce_on_nodes if isinstance(step.memory, NodeBucket) else quantized_all_reduce
+    return step.in_graphs(partial(algorithm, step)) if options.cuda_graphs else algorithm(step)
 
 
 @zero_copy
@@ -357,7 +353,8 @@ def quantized_reduction(
         quantized = _quantized_bucket(connections.executor(adapted.device), adapted, wire, block_size, local_size)
 
     telemetry = settings.telemetry
-    return reduce_bucket(connections, adapted, all_reduce, settings.hook_name, memory=quantized, telemetry=telemetry)
+    algorithm = quantized_all_reduce_on_nodes if isinstance(quantized, NodeBucket) else quantized_all_reduce
+    return reduce_bucket(connections, adapted, algorithm, settings.hook_name, memory=quantized, telemetry=telemetry)
 
 
 def _quantized_bucket(
