@@ -333,6 +333,7 @@ def has_streams(device: torch.device) -> bool:
 
 
 _connections: dict[dist.ProcessGroup, Connections] = {}
+_creation = threading.Lock()  # two threads that begin at once must get the same connections
 
 
 def connections_of(group: dist.ProcessGroup | None) -> Connections:
@@ -350,8 +351,11 @@ def connections_of(group: dist.ProcessGroup | None) -> Connections:
         raise RuntimeError(DESTROYED)
     connections = _connections.get(group)
     if connections is None:
-        connections = _connections[group] = Connections(group)
-        weakref.finalize(lifetime_token(group), _end, group)
+        with _creation:
+            connections = _connections.get(group)
+            if connections is None:
+                connections = _connections[group] = Connections(group)
+                weakref.finalize(lifetime_token(group), _end, group)
     return connections
 
 

@@ -53,7 +53,7 @@ def test_arguments_left_out_are_left_to_pytorch():
     other = distributed._DEFAULTS | {"broadcast_buffers": True}  # as in PyTorch 2.11
     with (
         mock.patch.object(distributed, "_DEFAULTS", other),
-        mock.patch.object(nn.parallel.DistributedDataParallel, "__init__", return_value=None) as init,
+        mock.patch.object(torch.nn.parallel.DistributedDataParallel, "__init__", return_value=None) as init,
     ):
         gradwire.DistributedDataParallel(build("mlp"))
     assert init.call_args.kwargs == {"init_sync": False}

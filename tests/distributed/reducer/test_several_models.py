@@ -380,7 +380,7 @@ def test_two_threads_on_one_group_raise_on_every_rank(worlds, wrapper, hook):
         errors, _ = outcome.value
         assert None not in errors, errors  # a thread that was connecting gets the error of its connection
         texts += [text for _, text in errors]
-    assert any("Two threads exchange gradients on one process group" in text for text in texts)
+    assert any("Two threads exchange gradients on one process group" in text for text in texts), texts
 
 
 def in_default_group(**options):
