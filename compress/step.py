@@ -88,8 +88,16 @@ class Step:
         transport: Transport,
         workspace: Workspace,
     ) -> Step:
-        """A step on lists of tensors, outside of a hook. ``results`` may be ``gradients``."""
+        """A step on lists of tensors, outside of a hook. ``results`` may be ``gradients``.
+
+        Raises:
+            ValueError: the tensors do not fit one another, or the layout of ``memory``.
+        """
         table = SegmentTable(gradients)
+        table.check_tensors(results)
+        layout = getattr(memory, "layout", None)
+        if layout is not None:
+            layout.check_tensors(table.real(gradients))
         return cls(Gradients(gradients, table), Gradients(results, table), memory, iteration, transport, workspace)
 
     @cached_property
