@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from math import frexp
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,30 +41,29 @@ SCRATCH = Scratch()
 
 
 class Part(NamedTuple):
-    """The blocks of a run that lie in one cell."""
+    """Consecutive blocks of one cell."""
 
     cell: int
-    slots: slice
+    scales: slice  # bytes of their scales in the cell; none if the format has no scales
+    payload: slice  # bytes of their payloads
+    slots: slice  # their places in the cell
+    blocks: slice  # their numbers
     values: Tensor  # [n, block_size] fp32, in the scratch
-    first: int  # number of the first block
-    last: int  # one past the last
-    is_whole: bool  # whether no element is missing
+    missing: list[tuple[int, int]]  # rows of ``values`` with missing elements, and the number of their elements
 
 
 class Tile(NamedTuple):
     """A run of blocks, and its place in the scratch."""
 
     run: Run
-    values: Tensor  # [n, block_size] fp32
-    flat: Tensor  # the same, [n * block_size]
+    flat: Tensor  # [n * block_size] fp32
     views: list[Tensor]  # of ``flat``, in the shapes of the run's tensors; none for a slice of a tensor
-    is_whole: bool  # whether no element is missing
     parts: list[Part]
 
 
-# Arguments: values, [n, block_size]; scales, [n] bf16, or None; payload, [n, bytes] uint8; pending, [n, block_size].
-Encoder = Callable[["Work", Tensor, Any, Tensor, Tensor | None], bool]
-Decoder = Callable[["Work", Any, Tensor, Tensor], None]
+# Arguments: values, [n, block_size] fp32; scales, [n] bf16; payload, [n, bytes] uint8; pending, [n, block_size].
+Encoder = Callable[["Work", Tensor, Tensor, Tensor, Tensor | None], bool]
+Decoder = Callable[["Work", Tensor, Tensor, Tensor], None]
 
 
 class Work:
@@ -76,41 +75,62 @@ class Work:
 
     Attributes:
         tiles: the runs of the section's table.
-        values, codes, decoded: fp32 [n, block_size], for the longest run. All sections share this memory.
+        codes, decoded: fp32 [n, block_size], for the longest run, next to the values. All sections share this memory.
         found, scales, inverses: fp32 [n, 1]: absmax or mean, scale and its reciprocal.
-        limit: largest magnitude of the gradients' dtype; None if no decoded number exceeds it.
+        encode: the format's encoder; None: the reference.
+        encodes_partial: whether it encodes blocks with missing elements.
+        decode: the format's decoder.
+        limit: largest number of the gradients' dtype; None if no decoded number exceeds it.
     """
 
     def __init__(self, section: Section, memory: Tensor) -> None:
-        table, wire = section.table, section.format
-        size, room = table.block_size, section.blocks_per_cell
-        self.section, self.wire, self.memory = section, wire, memory
-        self.values, self.codes, self.decoded = memory[: 3 * RUN_NUMEL].view(3, -1, size)
+        table, wire, room = section.table, section.format, section.blocks_per_cell
+        self.section, self.wire = section, wire
+        self._values, self.codes, self.decoded = memory[: 3 * RUN_NUMEL].view(3, -1, table.block_size)
         columns = memory[3 * RUN_NUMEL :].view(3, -1, 1)
-        self.found, self.scales, self.inverses = columns[:, : RUN_NUMEL // size]
+        self.found, self.scales, self.inverses = columns[:, : RUN_NUMEL // table.block_size]
+        self._shards: dict[int, list[Part]] = {}
         self.tiles: list[Tile] = []
         for run in table.runs:
-            values, cells, views = self.values[: run.stop - run.start], [], []
-            flat = values.view(-1)
+            flat, views = self._values[: run.stop - run.start].view(-1), []
             if not run.is_slice:
-                places = [(i, (table.first_blocks[i] - run.start) * size) for i in range(run.first, run.last)]
+                places = [
+                    (i, (table.first_blocks[i] - run.start) * table.block_size) for i in range(run.first, run.last)
+                ]
                 views = [table.segments.view(i, flat, start) for i, start in places]
-            for cell in range(run.start // room, -(-run.stop // room)):
-                first, last = max(run.start, cell * room), min(run.stop, (cell + 1) * room)
-                slots, blocks = (
-                    slice(first - cell * room, last - cell * room),
-                    slice(first - run.start, last - run.start),
-                )
-                cells.append(Part(cell, slots, values[blocks], first, last, not table.partial_between(first, last)))
-            is_whole = not table.partial_between(run.start, run.stop)
-            self.tiles.append(Tile(run, values, flat, views, is_whole, cells))
-        # Codes are moved eight bytes at a time.
-        is_wide = section.payload_bytes % 8 == 0
+            cells = range(run.start // room, -(-run.stop // room))
+            ends = [(cell, max(run.start, cell * room), min(run.stop, (cell + 1) * room)) for cell in cells]
+            self.tiles.append(Tile(run, flat, views, [self._part(*end, run.start) for end in ends]))
+        is_wide = section.payload_bytes % 8 == 0  # codes are moved eight bytes at a time
         self.encode = _ENCODERS[wire.kind] if is_wide else None
         self.encodes_partial = wire.kind in ("integers", "floats")
         self.decode = _DECODERS[wire.kind] if is_wide else _decode_by_reference
         is_exceeded = table.dtype.itemsize == 2 and table.dtype != wire.dtype
         self.limit = torch.finfo(table.dtype).max if is_exceeded else None
+
+    def _part(self, cell: int, first: int, last: int, start: int) -> Part:
+        """The blocks ``first`` to ``last - 1``, in the scratch of a run that starts with the block ``start``."""
+        section = self.section
+        slots = slice(first - cell * section.blocks_per_cell, last - cell * section.blocks_per_cell)
+        scales, payload = (
+            slice(at + slots.start * width, at + slots.stop * width)
+            for at, width in (
+                (section.scales_at, section.format.scale_bytes),
+                (section.payload_at, section.payload_bytes),
+            )
+        )
+        missing = [(block - first, count) for block, count in section.table.partial_between(first, last)]
+        values = self._values[first - start : last - start]
+        return Part(cell, scales, payload, slots, slice(first, last), values, missing)
+
+    def shard(self, cell: int) -> list[Part]:
+        """The blocks of a cell, in parts that fit the scratch."""
+        if cell not in self._shards:
+            first, last = self.section.cell_blocks(cell)
+            room = len(self._values)
+            ends = [(start, min(start + room, last)) for start in range(first, last, room)]
+            self._shards[cell] = [self._part(cell, *end, end[0]) for end in ends]
+        return self._shards[cell]
 
 
 def _bind(section: Section) -> Work:
@@ -124,7 +144,7 @@ def _encode_by_reference(
     work: Work,
     values: Tensor,  # [n, block_size] fp32
     first: int,
-    scales: Tensor | None,  # [n] bf16
+    scales: Tensor,  # [n] bf16
     payload: Tensor,  # [n, bytes] uint8
     pending: Tensor | None,  # [n, block_size]
     rounding: Rounding | None,
@@ -133,7 +153,7 @@ def _encode_by_reference(
     blocks = work.section.table.blocks(first, first + len(values))
     encoded_scales, encoded = encode_with_errors(values, blocks, work.wire, pending, rounding)
     payload.copy_(encoded)
-    if scales is not None and encoded_scales is not None:
+    if encoded_scales is not None:
         scales.copy_(encoded_scales.squeeze(1))
     return bool(work.wire.is_finite(encoded_scales, encoded))
 
@@ -161,7 +181,7 @@ def _round_scales(work: Work, found: Tensor) -> tuple[Tensor, Tensor] | None:
     return scale, inverse
 
 
-def _encode_integers(work: Work, values: Tensor, scales: Any, payload: Tensor, pending: Tensor | None) -> bool:
+def _encode_integers(work: Work, values: Tensor, scales: Tensor, payload: Tensor, pending: Tensor | None) -> bool:
     """Encode to integers of two bits or more."""
     wire, n = work.wire, len(values)
     codes = torch.abs(values, out=work.codes[:n])
@@ -177,7 +197,7 @@ def _encode_integers(work: Work, values: Tensor, scales: Any, payload: Tensor, p
     return True
 
 
-def _encode_odd(work: Work, values: Tensor, scales: Any, payload: Tensor, pending: Tensor | None) -> bool:
+def _encode_odd(work: Work, values: Tensor, scales: Tensor, payload: Tensor, pending: Tensor | None) -> bool:
     """Encode whole blocks to odd numbers."""
     wire, n = work.wire, len(values)
     codes = torch.abs(values, out=work.codes[:n])
@@ -208,7 +228,7 @@ def _pack(wire: WireFormat, numbers: Tensor, payload: Tensor) -> None:
         payload.add_(offset)
 
 
-def _encode_signs(work: Work, values: Tensor, scales: Any, payload: Tensor, pending: Tensor | None) -> bool:
+def _encode_signs(work: Work, values: Tensor, scales: Tensor, payload: Tensor, pending: Tensor | None) -> bool:
     """Encode whole blocks to signs."""
     n, half = values.shape
     folded = torch.abs(values, out=work.codes[:n]).mul_(1 / half)
@@ -232,7 +252,7 @@ def _encode_signs(work: Work, values: Tensor, scales: Any, payload: Tensor, pend
     return True
 
 
-def _encode_floats(work: Work, values: Tensor, scales: Any, payload: Tensor, pending: Tensor | None) -> bool:
+def _encode_floats(work: Work, values: Tensor, scales: Tensor, payload: Tensor, pending: Tensor | None) -> bool:
     """Encode without scales."""
     dtype = work.wire.dtype
     limit = torch.finfo(dtype).max
@@ -245,11 +265,11 @@ def _encode_floats(work: Work, values: Tensor, scales: Any, payload: Tensor, pen
     return True
 
 
-def _decode_floats(work: Work, scales: Any, payload: Tensor, out: Tensor) -> None:
+def _decode_floats(work: Work, scales: Tensor, payload: Tensor, out: Tensor) -> None:
     out.copy_(payload.view(work.wire.dtype))
 
 
-def _decode_codes(work: Work, scales: Any, payload: Tensor, out: Tensor) -> None:
+def _decode_codes(work: Work, scales: Tensor, payload: Tensor, out: Tensor) -> None:
     wire, (n, width) = work.wire, payload.shape
     scale = work.scales[:n].copy_(scales.unsqueeze(1))
     if wire.planes == 1:
@@ -270,7 +290,7 @@ def _decode_codes(work: Work, scales: Any, payload: Tensor, out: Tensor) -> None
     out.mul_(scale)
 
 
-def _decode_by_reference(work: Work, scales: Any, payload: Tensor, out: Tensor) -> None:
+def _decode_by_reference(work: Work, scales: Tensor, payload: Tensor, out: Tensor) -> None:
     out.copy_(work.wire.decode(scales.unsqueeze(1), payload))
 
 
@@ -306,16 +326,16 @@ def quantize_cpu(
     rounding: Rounding | None,
 ) -> None:
     """`quantize` on a CPU."""
-    table, size = section.table, section.table.block_size
+    table, size, width = section.table, section.table.block_size, section.payload_bytes
     work = section.work if section.memory is SCRATCH.memory else _bind(section)
-    scales, payload = section.views(message.flatten(0, 1))
+    cells = message.flatten(0, 1)
     encode = work.encode if pending is None or pending.dtype == torch.float32 else None
     pending = None if pending is None else pending.view(-1, size)
     tensors = table.segments.real(tensors) if table.segments.is_complex else list(tensors)
-    for run, _, flat, views, is_whole, parts in work.tiles:
+    for run, flat, views, parts in work.tiles:
         error = None if errors is None else errors[run.start * size : run.stop * size]
         if not run.is_slice:
-            if not is_whole:
+            if len(table.partial_blocks) > 0:
                 flat.zero_()
             torch._foreach_copy_(views, tensors[run.first : run.last])
             flat.mul_(scale)
@@ -334,15 +354,13 @@ def quantize_cpu(
                 error = None
         if error is not None:
             flat += error
-        for cell, slots, blocks, first, last, part_is_whole in parts:
-            part = (
-                None if scales is None else scales[cell, slots],
-                payload[cell, slots],
-                None if pending is None else pending[first:last],
-            )
-            is_done = encode is not None and (work.encodes_partial or part_is_whole) and encode(work, blocks, *part)
-            if not is_done:
-                _encode_by_reference(work, blocks, first, *part, rounding)
+        for part in parts:
+            cell, values = cells[part.cell], part.values
+            scales, payload = cell[part.scales].view(torch.bfloat16), cell[part.payload].view(-1, width)
+            after = None if pending is None else pending[part.blocks]
+            is_usual = work.encodes_partial or not part.missing
+            if encode is None or not is_usual or not encode(work, values, scales, payload, after):
+                _encode_by_reference(work, values, part.blocks.start, scales, payload, after, rounding)
 
 
 def reduce_quantized_cpu(
@@ -355,81 +373,74 @@ def reduce_quantized_cpu(
     rounding: Rounding | None,
 ) -> None:
     """`reduce_quantized` on a CPU."""
-    table, room = section.table, section.blocks_per_cell
+    width = section.payload_bytes
     work = section.work if section.memory is SCRATCH.memory else _bind(section)
     pieces, world_size, _ = received.shape
-    scales, payload = section.views(result)
     encode = work.encode if pending is None or pending.dtype == torch.float32 else None
-    errors = None if errors is None else errors.view(pieces, room, -1)
-    pending = None if pending is None else pending.view(pieces, room, -1)
+    errors = None if errors is None else errors.view(pieces, section.blocks_per_cell, -1)
+    pending = None if pending is None else pending.view(pieces, section.blocks_per_cell, -1)
     for piece in range(pieces):
-        first, last = section.cell_blocks(piece * world_size + rank)
-        if pending is not None:
-            pending[piece, last - first :].zero_()
-        sent_scales, sent_payload = section.views(received[piece])
-        is_finite = True
-        for start in range(first, last, len(work.values)):
-            stop = min(start + len(work.values), last)
-            slots = slice(start - first, stop - first)
-            total = _sum_cells(work, sent_scales, sent_payload, slots, work.values[: stop - start])
+        cell, n_blocks, is_finite = result[piece], 0, True
+        for part in work.shard(piece * world_size + rank):
+            n_blocks, total = part.slots.stop, part.values
+            _sum_cells(work, received[piece], part, total)
             if errors is not None:
-                total += errors[piece, slots]
-            partial = table.partial_between(start, stop) if table.partial_blocks else ()
-            for block, count in partial:
-                total[block - start, count:] = 0
-            part = (
-                None if scales is None else scales[piece, slots],
-                payload[piece, slots],
-                None if pending is None else pending[piece, slots],
-            )
-            is_done = encode is not None and (work.encodes_partial or not partial) and encode(work, total, *part)
-            is_finite &= is_done or _encode_by_reference(work, total, start, *part, rounding)
+                total += errors[piece, part.slots]
+            for row, count in part.missing:
+                total[row, count:] = 0
+            scales, payload = cell[part.scales].view(torch.bfloat16), cell[part.payload].view(-1, width)
+            after = None if pending is None else pending[piece, part.slots]
+            is_usual = work.encodes_partial or not part.missing
+            if encode is None or not is_usual or not encode(work, total, scales, payload, after):
+                first = part.blocks.start
+                is_finite &= _encode_by_reference(work, total, first, scales, payload, after, rounding)
+        if pending is not None:
+            pending[piece, n_blocks:].zero_()
         if not is_finite:
-            result[piece, :4].view(torch.int32).fill_(1)
+            cell[:4].view(torch.int32).fill_(1)
 
 
-def _sum_cells(work: Work, scales: Tensor | None, payload: Tensor, slots: slice, total: Tensor) -> Tensor:
-    """``total`` = the sum of the blocks in these slots of all cells of a piece, in rank order."""
+def _sum_cells(work: Work, cells: Tensor, part: Part, total: Tensor) -> None:
+    """``total`` = the sum of the blocks of a part in all cells of a piece, in rank order."""
     total.zero_()
     contribution = work.decoded[: len(total)]
-    for peer in range(len(payload)):
-        work.decode(work, None if scales is None else scales[peer, slots], payload[peer, slots], contribution)
+    for cell in cells:
+        scales, payload = cell[part.scales].view(torch.bfloat16), cell[part.payload].view(len(total), -1)
+        work.decode(work, scales, payload, contribution)
         total += contribution
-    return total
 
 
 def sum_quantized_cpu(received: Tensor, section: Section, total: Tensor, rank: int) -> None:
     """`sum_quantized` on a CPU."""
-    table = section.table
     work = section.work if section.memory is SCRATCH.memory else _bind(section)
     pieces, world_size, _ = received.shape
-    sums = total.view(pieces, section.blocks_per_cell, table.block_size)
+    sums = total.view(pieces, section.blocks_per_cell, -1)
     for piece in range(pieces):
-        first, last = section.cell_blocks(piece * world_size + rank)
-        scales, payload = section.views(received[piece])
-        for start in range(first, last, len(work.values)):
-            slots = slice(start - first, min(start + len(work.values), last) - first)
-            _sum_cells(work, scales, payload, slots, sums[piece, slots])
-        for block, count in table.partial_between(first, last):
-            sums[piece, block - first, count:] = 0
-        sums[piece, last - first :].zero_()
+        n_blocks = 0
+        for part in work.shard(piece * world_size + rank):
+            n_blocks, part_sums = part.slots.stop, sums[piece, part.slots]
+            _sum_cells(work, received[piece], part, part_sums)
+            for row, count in part.missing:
+                part_sums[row, count:] = 0
+        sums[piece, n_blocks:].zero_()
 
 
 def dequantize_cpu(gathered: Tensor, section: Section, tensors: Sequence[Tensor]) -> None:
     """`dequantize` on a CPU."""
-    table = section.table
+    table, width = section.table, section.payload_bytes
     work = section.work if section.memory is SCRATCH.memory else _bind(section)
-    scales, payload = section.views(gathered.flatten(0, 1))
+    cells = gathered.flatten(0, 1)
     tensors = table.segments.real(tensors) if table.segments.is_complex else list(tensors)
-    for run, values, flat, views, _, parts in work.tiles:
-        target = None
+    for run, flat, views, parts in work.tiles:
+        values, target = flat, None
         if run.is_slice:
             target = _slice(tensors, table, run, flat.numel())
             if target.dtype == torch.float32 and target.numel() == flat.numel():
-                values, target = target.view_as(values), None
-        for cell, slots, _, first, last, _ in parts:
-            out = values[first - run.start : last - run.start]
-            work.decode(work, None if scales is None else scales[cell, slots], payload[cell, slots], out)
+                values, target = target, None
+        blocks = values.view(-1, table.block_size)
+        for part in parts:
+            cell, out = cells[part.cell], blocks[part.blocks.start - run.start : part.blocks.stop - run.start]
+            work.decode(work, cell[part.scales].view(torch.bfloat16), cell[part.payload].view(-1, width), out)
         if work.limit is not None and section.format.is_scaled:
             values.clamp_(-work.limit, work.limit)  # NaN passes, and there is no inf
         elif work.limit is not None:
