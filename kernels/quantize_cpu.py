@@ -75,6 +75,7 @@ class Work:
 
     Attributes:
         tiles: the runs of the section's table.
+        shards: the blocks of each cell that this rank has reduced, by cell; see `shard`.
         codes, decoded: fp32 [n, block_size], for the longest run, next to the values. All sections share this memory.
         found, scales, inverses: fp32 [n, 1]: absmax or mean, scale and its reciprocal.
         encode: the format's encoder; None: the reference.
@@ -89,7 +90,7 @@ class Work:
         self._values, self.codes, self.decoded = memory[: 3 * RUN_NUMEL].view(3, -1, table.block_size)
         columns = memory[3 * RUN_NUMEL :].view(3, -1, 1)
         self.found, self.scales, self.inverses = columns[:, : RUN_NUMEL // table.block_size]
-        self._shards: dict[int, list[Part]] = {}
+        self.shards: dict[int, list[Part]] = {}
         self.tiles: list[Tile] = []
         for run in table.runs:
             flat, views = self._values[: run.stop - run.start].view(-1), []
@@ -124,13 +125,12 @@ class Work:
         return Part(cell, scales, payload, slots, slice(first, last), values, missing)
 
     def shard(self, cell: int) -> list[Part]:
-        """The blocks of a cell, in parts that fit the scratch."""
-        if cell not in self._shards:
-            first, last = self.section.cell_blocks(cell)
-            room = len(self._values)
-            ends = [(start, min(start + room, last)) for start in range(first, last, room)]
-            self._shards[cell] = [self._part(cell, *end, end[0]) for end in ends]
-        return self._shards[cell]
+        """The blocks of a cell, in parts that fit the scratch. Kept in ``shards``."""
+        first, last = self.section.cell_blocks(cell)
+        room = len(self._values)
+        ends = [(start, min(start + room, last)) for start in range(first, last, room)]
+        self.shards[cell] = [self._part(cell, *end, end[0]) for end in ends]
+        return self.shards[cell]
 
 
 def _bind(section: Section) -> Work:
@@ -381,7 +381,8 @@ def reduce_quantized_cpu(
     pending = None if pending is None else pending.view(pieces, section.blocks_per_cell, -1)
     for piece in range(pieces):
         cell, n_blocks, is_finite = result[piece], 0, True
-        for part in work.shard(piece * world_size + rank):
+        own = piece * world_size + rank
+        for part in work.shards.get(own) or work.shard(own):
             n_blocks, total = part.slots.stop, part.values
             _sum_cells(work, received[piece], part, total)
             if errors is not None:
@@ -417,7 +418,8 @@ def sum_quantized_cpu(received: Tensor, section: Section, total: Tensor, rank: i
     sums = total.view(pieces, section.blocks_per_cell, -1)
     for piece in range(pieces):
         n_blocks = 0
-        for part in work.shard(piece * world_size + rank):
+        own = piece * world_size + rank
+        for part in work.shards.get(own) or work.shard(own):
             n_blocks, part_sums = part.slots.stop, sums[piece, part.slots]
             _sum_cells(work, received[piece], part, part_sums)
             for row, count in part.missing:

@@ -271,7 +271,7 @@ def _payload_ptrs(payload, slots, FORMAT: tl.constexpr, BLOCK: tl.constexpr):
     FLOAT: tl.constexpr = tl.float32 if FORMAT.element == "float32" else HALF
     ELEMENT: tl.constexpr = tl.uint8 if FORMAT.element == "uint8" else FLOAT
     first = (payload + slots.to(tl.int64) * SIZE).to(tl.pointer_type(ELEMENT))
-    return tl.multiple_of(first, min(SIZE, 16))[:, None] + tl.arange(0, BLOCK // FORMAT.planes)[None, :]
+    return tl.multiple_of(first, min(SIZE & -SIZE, 16))[:, None] + tl.arange(0, BLOCK // FORMAT.planes)[None, :]
 
 
 @triton.jit
