@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradwire.comm.executor import Workspace
 from gradwire.comm.transport import Algorithm, Transport
-from gradwire.kernels import SegmentTable, flatten, unflatten
+from gradwire.kernels import SegmentTable, as_real, flatten, unflatten
 
 
 class Gradients(NamedTuple):
@@ -88,16 +88,10 @@ class Step:
         transport: Transport,
         workspace: Workspace,
     ) -> Step:
-        """A step on lists of tensors, outside of a hook. ``results`` may be ``gradients``.
-
-        Raises:
-            ValueError: the tensors do not fit one another, or the layout of ``memory``.
-        """
+        """A step on lists of tensors, outside of a hook. ``results`` may be ``gradients``."""
+        if (layout := getattr(memory, "layout", None)) is not None:
+            layout.check_tensors(list(map(as_real, gradients)))
         table = SegmentTable(gradients)
-        table.check_tensors(results)
-        layout = getattr(memory, "layout", None)
-        if layout is not None:
-            layout.check_tensors(table.real(gradients))
         return cls(Gradients(gradients, table), Gradients(results, table), memory, iteration, transport, workspace)
 
     @cached_property

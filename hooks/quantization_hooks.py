@@ -136,10 +136,9 @@ def bucket_kind(options: Quantization) -> type[QuantizedBucket] | type[NodeBucke
     return NodeBucket if options.local_size > 1 else QuantizedBucket
 
 
-def all_reduce(step: Step, cuda_graphs: bool = False) -> Algorithm[None]:
-    """`quantized_all_reduce`, or `quantized_all_reduce_on_nodes`; see `QuantizationState` for ``cuda_graphs``."""
-    algorithm = quantized_all_reduce_on_nodes if isinstance(step.memory, NodeBucket) else quantized_all_reduce
-    return step.in_graphs(partial(algorithm, step)) if cuda_graphs else algorithm(step)
+def all_reduce(step: Step) -> Algorithm[None]:
+    """`quantized_all_reduce`, or `quantized_all_reduce_on_nodes`."""
+    return quantized_all_reduce_on_nodes(step) if isinstance(step.memory, NodeBucket) else quantized_all_reduce(step)
 
 
 class QuantizationState(HookState):
@@ -300,7 +299,11 @@ def quantization_hook(state: QuantizationState, bucket: GradBucket) -> torch.fut
     Raises:
         ValueError: the state belongs to another model, or a pattern in ``wires`` matches no parameter.
     """
-    return state.run(bucket, partial(all_reduce, cuda_graphs=state.options.cuda_graphs))
+    return state.run(bucket, partial(_quantized, state.options))
+
+
+def _quantized(options: QuantizationOptions, step: Step) -> Algorithm[None]:
+    return step.in_graphs(partial(all_reduce, step)) if options.cuda_graphs else all_reduce(step)
 
 
 @zero_copy
