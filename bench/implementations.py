@@ -150,7 +150,7 @@ class Implementation:
     def _by_parameter(self, errors: Mapping[Any, Tensor], buckets: Sequence[Sequence[Tensor]]) -> list[Tensor]:
         """The error memory in the order of the model's parameters."""
         named = dict(self.ddp.module.named_parameters())
-        if isinstance(self.state, HookState) and "errors" in self.state.memory:
+        if isinstance(self.state, HookState) and "errors" in self.state.memory.declared:
             return [errors[name] for name in named]
         views: dict[int, Tensor] = {}
         for flat, parameters in zip(errors.values(), buckets, strict=True):  # both in the order of buckets
@@ -185,10 +185,10 @@ def check_hook(hook: str, device: torch.device) -> list[float]:
 
 def error_memory(state: object) -> dict[Any, Tensor]:
     """A copy of this rank's error memory as the hook keeps it, empty for hooks without one."""
-    if isinstance(state, HookState) and "errors" in state.memory:
+    if isinstance(state, HookState) and "errors" in state.memory.declared:
         # Errors that a checkpoint sums are parts of the mean gradient, others of this rank's gradient.
-        scale = dist.get_world_size() if state.memory["errors"].merge == "sum" else 1
-        errors = {name: scale * error for name, error in state.tensors("errors").items()}
+        scale = dist.get_world_size() if state.memory.declared["errors"].merge == "sum" else 1
+        errors = {name: scale * error for name, error in state.memory.tensors("errors").items()}
     else:
         errors = getattr(state, "error_dict", {})
     return {key: error.clone() for key, error in errors.items()}

@@ -137,8 +137,24 @@ class Executor:
         """Whether a task has raised; every later task fails."""
         return False
 
-    def submit(self, task: Task, name: str = "gradwire::task") -> Future[Any]:
-        """Queue ``task``; its future gets the result or the exception. ``name`` is that of its profiler ranges."""
+    def submit(
+        self,
+        task: Task,
+        name: str = "gradwire::task",
+        result: Tensor | None = None,
+        on_error: Callable[[], None] | None = None,
+    ) -> Future[Any]:
+        """Queue a task.
+
+        Args:
+            task: a function of a workspace that creates the algorithm.
+            name: that of its profiler ranges.
+            result: the future's value; None for the value of the algorithm.
+            on_error: called while an error of the algorithm is handled.
+
+        Returns:
+            A future with the result or the exception.
+        """
         raise NotImplementedError
 
     def finish(self) -> None:
@@ -196,13 +212,19 @@ class WorkerExecutor(Executor):
     def has_failed(self) -> bool:  # noqa: D102
         return self._error is not None
 
-    def submit(self, task: Task, name: str = "gradwire::task") -> Future[Any]:  # noqa: D102
+    def submit(  # noqa: D102
+        self,
+        task: Task,
+        name: str = "gradwire::task",
+        result: Tensor | None = None,
+        on_error: Callable[[], None] | None = None,
+    ) -> Future[Any]:
         if self._is_closed:
             raise RuntimeError(CLOSED)
         latest = self._latest() if self._latest is not None else None
         if latest is not None and latest.thread != threading.get_ident() and not latest.future.done():
             task = _refuse  # fails on all ranks
-        submitted = WorkerTask(task, name)
+        submitted = WorkerTask(task, name, result, on_error)
         self._latest = weakref.ref(submitted)
         self._events.put(submitted)
         return submitted.future
@@ -324,10 +346,13 @@ class WorkerExecutor(Executor):
                 return
             is_first = task.driver is None
             if task.driver is None:
-                task.driver = Driver(task.task(self.workspaces[task.place]), self.transport, task.name)
+                algorithm = task.task(self.workspaces[task.place])
+                task.driver = Driver(algorithm, self.transport, task.name, task.on_error)
             collective = task.driver.advance()
             if collective is None:
-                task.complete = partial(task.future.set_result, task.driver.result)
+                task.complete = partial(
+                    task.future.set_result, task.driver.result if task.result is None else task.result
+                )
                 return
             task.works = self._group_transport.start(collective, None if is_first else self._later)
             # One event for all messages: each wakes this thread, which shares the interpreter lock with the backward.
@@ -354,9 +379,8 @@ class WorkerExecutor(Executor):
 class WorkerTask:
     """A submitted task."""
 
-    def __init__(self, task: Task, name: str) -> None:
-        self.task = task
-        self.name = name
+    def __init__(self, task: Task, name: str, result: Tensor | None, on_error: Callable[[], None] | None) -> None:
+        self.task, self.name, self.result, self.on_error = task, name, result, on_error
         self.thread = threading.get_ident()  # the submitting one
         self.future: Future[Any] = Future()
         self.driver: Driver[Any] | None = None  # None before it starts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -48,23 +48,29 @@ class StreamExecutor(Executor):
     def has_failed(self) -> bool:  # noqa: D102
         return self._error is not None
 
-    def submit(self, task: Task, name: str = "gradwire::task") -> Future[Any]:  # noqa: D102
-        result = Result(self, [self._device])
+    def submit(  # noqa: D102
+        self,
+        task: Task,
+        name: str = "gradwire::task",
+        result: Tensor | None = None,
+        on_error: Callable[[], None] | None = None,
+    ) -> Future[Any]:
+        future = Result(self, [self._device])
         if self._error is not None:
-            result.set_exception(self._error)
-            return result
+            future.set_exception(self._error)
+            return future
         self._kernels.wait_stream(torch.cuda.current_stream(self.index))
         workspace = self.workspaces[self._n_submitted % MAX_TASKS_IN_FLIGHT]
         self._n_submitted += 1
-        result.driver = Driver(task(workspace), self.transport, name)
-        before, self._latest = self._latest, result
-        self._advance(result)
+        future.tensor = result
+        before, self._latest = self._latest, future
+        self._advance(future, lambda: Driver(task(workspace), self.transport, name, on_error))
         self._run_to_end(before)
         backward = current_backward()
         if backward not in (NO_BACKWARD, self._backward):
             self._backward = backward
             queue_callback(self.finish)
-        return result
+        return future
 
     def finish(self) -> None:  # noqa: D102
         latest, self._latest = self._latest, None
@@ -85,25 +91,33 @@ class StreamExecutor(Executor):
         while result is not None and result.driver is not None:
             self._advance(result)
 
-    def _advance(self, result: Result) -> None:
-        """Enqueue kernels up to the next collective, and the collective; or to the end, and complete the future."""
-        driver = result.driver
-        assert driver is not None
+    def _advance(self, result: Result, begin: Callable[[], Driver[Any]] | None = None) -> None:
+        """Enqueue kernels up to the next collective, and the collective; or to the end, and complete the future.
+
+        ``begin`` creates the driver, in the stream of the kernels.
+        """
         with torch.cuda.device(self.index), torch.no_grad():
             before = torch.cuda.current_stream(self.index)
             torch.cuda.set_stream(self._kernels)  # `torch.cuda.stream` takes the host several times as long
             try:
                 if self._error is not None:
-                    driver.close()
+                    if result.driver is not None:
+                        result.driver.close()
                     raise self._error
+                if begin is not None:
+                    result.driver = begin()
+                driver = result.driver
+                assert driver is not None
                 if result.collective_done is not None:
                     self._kernels.wait_event(result.collective_done)
                 collective = driver.advance()
                 if collective is None:
                     result.driver = None
-                    if not isinstance(driver.result, Tensor):
+                    value = driver.result if result.tensor is None else result.tensor
+                    result.tensor = None
+                    if not isinstance(value, Tensor):
                         result.ended = self._kernels.record_event()
-                    result.set_result(driver.result)
+                    result.set_result(value)
                     return
                 self._collectives.wait_stream(self._kernels)
                 torch.cuda.set_stream(self._collectives)
@@ -124,13 +138,15 @@ class Result(Future[Any]):
     """The future of a task. Asking for the result enqueues the rest of the task, also in the middle of a backward.
 
     Attributes:
-        driver: runs the coroutine of the task; None once it has ended.
+        driver: runs the coroutine of the task; None before it has begun and once it has ended.
+        tensor: the result, if that is not the value of the coroutine.
         collective_done: recorded after the collective that the task awaits; None before the first one.
         ended: recorded at the end of a task that returns no tensor. PyTorch's futures order only the tensors of their
             result; `wait` then orders the current stream after the task, and `then` does not.
     """
 
     driver: Driver[Any] | None = None
+    tensor: Tensor | None = None
     collective_done: torch.cuda.Event | None = None
     ended: torch.cuda.Event | None = None
 

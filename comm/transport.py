@@ -76,6 +76,7 @@ class Driver(Generic[T]):
         algorithm: the coroutine; nothing else has awaited it.
         transport: the transport that the algorithm uses; None not to check that it awaits every collective.
         name: common part of the names of the ranges.
+        on_error: called while an error of the algorithm is handled.
 
     Attributes:
         result: result of the algorithm, once `advance` has returned None.
@@ -84,9 +85,14 @@ class Driver(Generic[T]):
     result: T
 
     def __init__(
-        self, algorithm: Algorithm[T], transport: Transport | None = None, name: str = "gradwire::algorithm"
+        self,
+        algorithm: Algorithm[T],
+        transport: Transport | None = None,
+        name: str = "gradwire::algorithm",
+        on_error: Callable[[], None] | None = None,
     ) -> None:
         self._algorithm = algorithm
+        self._on_error = on_error
         self._transport = transport
         self._name = name
         self._part = 0
@@ -106,6 +112,10 @@ class Driver(Generic[T]):
                 collective = self._algorithm.send(None)
             except StopIteration as end:
                 collective, self.result = None, end.value
+            except Exception:
+                if self._on_error is not None:
+                    self._on_error()
+                raise
         if transport is not None:  # shared with other tasks, which run between two calls
             self._n_unawaited += transport.n_created - n_created - (collective is not None)
             if collective is None and self._n_unawaited > 0:
@@ -241,11 +251,13 @@ class Transport:
 
     def all_reduce(self, *tensors: Tensor) -> Collective:
         """Return the collective that replaces each tensor by its sum over all ranks; await it."""
-        return self._created(AllReduce(tensors, dist.ReduceOp.SUM, self._latest_sparse))
+        self.n_created += 1
+        return AllReduce(tensors, dist.ReduceOp.SUM, self._latest_sparse)
 
     def all_reduce_max(self, tensor: Tensor) -> Collective:
         """Return the collective that replaces ``tensor`` by its elementwise maximum over all ranks; await it."""
-        return self._created(AllReduce((tensor,), dist.ReduceOp.MAX, self._latest_sparse))
+        self.n_created += 1
+        return AllReduce((tensor,), dist.ReduceOp.MAX, self._latest_sparse)
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> Collective:
         """Return the collective that sets ``received[p, i]`` to ``sent[p, this rank]`` of rank i; await it.
@@ -275,9 +287,9 @@ class Transport:
         _check_pieces("gathered", gathered, (own.shape[0], self.world_size, own.shape[1]))
         return self._created(AllGather(gathered, own, gathered.nbytes - gathered.nbytes // 2))
 
-    def _created(self, collective: Collective) -> Collective:
+    def _created(self, shot: Shot) -> Shot:
         self.n_created += 1
-        return collective
+        return shot
 
     def within_node(self, local_size: int) -> PartialTransport:
         """The two shots among the ``local_size`` ranks of this rank's node; the payload does not count them."""
@@ -418,12 +430,11 @@ class PartialTransport(Transport):
         whole = self._whole
         return 1 if self.world_size == 1 else whole.pieces(nbytes // self.world_size * whole.world_size)
 
-    def _created(self, collective: Collective) -> Collective:
-        assert isinstance(collective, Shot)
-        collective.part = self
+    def _created(self, shot: Shot) -> Shot:
+        shot.part = self
         if self.is_in_node:
-            collective.payload_bytes = 0
-        return self._whole._created(collective)
+            shot.payload_bytes = 0
+        return self._whole._created(shot)
 
 
 def pieces_on_gloo(nbytes: int, world_size: int, round_trip: float = 0.0) -> int:

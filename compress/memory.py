@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -15,7 +16,8 @@ Merge = Literal["sum", "mean", "same"]
 MemoryByName = Mapping[str, Mapping[str, Tensor]]  # by entry and parameter name
 
 
-class Memory(NamedTuple):
+@dataclass(frozen=True)
+class Memory:
     """The declaration of a tensor that a state keeps for each parameter.
 
     Attributes:
@@ -24,11 +26,21 @@ class Memory(NamedTuple):
         dtype: dtype of the tensor; None: fp32, or fp64 for fp64 gradients.
         shape: shape of the tensor, from the gradient as a real tensor; by default the gradient's own shape. None, only
             with "same": the state makes the tensors in `make_bucket` and validates their shapes itself.
+
+    Raises:
+        ValueError: ``merge`` is another word, or memory of another merge than "same" has no shape.
     """
 
     merge: Merge = "sum"
     dtype: torch.dtype | None = None
     shape: Callable[[Tensor], Sequence[int]] | None = lambda gradient: gradient.shape
+
+    def __post_init__(self) -> None:
+        if self.merge not in get_args(Merge):
+            raise ValueError(f"merge is {self.merge!r}; expected one of {', '.join(map(repr, get_args(Merge)))}.")
+        if self.shape is None and self.merge != "same":
+            # After an error, ranks may have tensors of different parameters: the others add zeros.
+            raise ValueError(f"shape is None with merge={self.merge!r}; expected a shape, or merge='same'.")
 
     def zeros(self, layout: Tensor, device: torch.device) -> Tensor:
         """Zeros in the declared shape: a parameter's memory before its first step."""

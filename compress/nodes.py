@@ -188,9 +188,14 @@ class NodeBucket:
             found |= {self.names[i]: view for i, view in zip(members, section.table.error_views(flat), strict=True)}
         return found
 
-    def take_back(self, name: str, error: Tensor) -> None:
-        """Add to this rank's errors of a parameter; the next step hands over all errors of the bucket anew."""
-        if self.shard.errors is not None:
-            if self.inherited is None:
-                self.inherited = self.folded_errors()
-            self.inherited[name] = self.inherited[name] + error if name in self.inherited else error.clone()
+    def take_back(self, name: str, error: Tensor) -> bool:
+        """Add to this rank's errors of a parameter; the next step hands over all errors of the bucket anew.
+
+        False without error memory.
+        """
+        if self.shard.errors is None:
+            return False
+        if self.inherited is None:
+            self.inherited = self.folded_errors()
+        self.inherited[name] = self.inherited[name] + error if name in self.inherited else error.clone()
+        return True

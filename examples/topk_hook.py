@@ -8,7 +8,6 @@ The ranks run on the CPU, with gloo.
 import argparse
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -28,10 +27,9 @@ class TopKOptions:
 class TopKState(HookState):
     """Options and error memory of `topk_hook`."""
 
-    memory: ClassVar = {"errors": Memory(merge="sum")}
-
     def __init__(self, process_group=None, **options):
-        super().__init__("topk_hook", process_group, TopKOptions(**options))
+        memory = {"errors": Memory(merge="sum")}
+        super().__init__("topk_hook", process_group, TopKOptions(**options), memory)
 
 
 @hook_for(TopKState)

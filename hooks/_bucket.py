@@ -1,4 +1,4 @@
-"""A bucket of either DDP, `reduce_bucket`, which averages it, and the names of its parameters.
+"""`Bucket`, a bucket of either DDP, `reduce_bucket`, which averages it, and the names of its parameters.
 
 PyTorch's DDP passes one flat buffer per bucket; gradwire's passes a list of gradients. A hook marked with `zero_copy`
 reads and writes these gradients directly if the reducer calls it; if a wrapper calls it, it gets the flat buffer and
@@ -13,7 +13,7 @@ import inspect
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gradwire.comm import Algorithm, Transport, Workspace, connections_of
+from gradwire.comm import Algorithm, Connections, Transport, Workspace
 from gradwire.compress import Gradients, Step, sparse_all_reduce
 from gradwire.hooks.telemetry import Telemetry
 from gradwire.kernels import SegmentTable, as_real, gradient_layout, is_capturing, layout_in_dtype
@@ -37,6 +37,7 @@ Hook = TypeVar("Hook", bound=Callable[..., object])
 
 logger = logging.getLogger("gradwire.hooks")
 
+FAILED = "%s failed in bucket %s:"
 NUMBERED = "parameter."
 # Name components that torch.compile, activation checkpointing and FSDP add.
 _WRAPPED = frozenset(("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"))
@@ -50,7 +51,7 @@ _tables_of: weakref.WeakKeyDictionary[Transport, Tables] = weakref.WeakKeyDictio
 
 
 def zero_copy(hook: Hook) -> Hook:
-    """Mark a hook as zero-copy: it gets its gradients from `bucket_work`, so they need not be in a flat buffer."""
+    """Mark a hook as zero-copy: it gets its gradients from `Bucket.work`, so they need not be in a flat buffer."""
     _zero_copy_hooks.add(hook)
     return hook
 
@@ -58,31 +59,6 @@ def zero_copy(hook: Hook) -> Hook:
 def is_zero_copy(hook: Callable[..., object]) -> bool:
     """Whether ``hook`` is marked by `zero_copy`."""
     return any(marked is hook for marked in _zero_copy_hooks)  # a hook need not be hashable
-
-
-class GradwireBucket(Protocol):
-    """The interface of gradwire's buckets in addition to PyTorch's; see `gradwire.reducer.bucket`."""
-
-    process_group: dist.ProcessGroup | None
-    # With a user's hook: called with the settings and the process group of each of gradwire's hooks that it calls.
-    note_use: Callable[[Any, dist.ProcessGroup], None] | None
-    model_number: int  # of the model's exchange on the process group, equal on all ranks
-    n_passes: int  # number of synchronized forwards of the model; 0 if it must not be compared
-    model_parameters: Sequence[torch.Tensor]
-    device: torch.device
-    zero_copy: bool  # whether `source` and `target` may be used; else the bucket is a flat buffer
-
-    def source(self) -> Gradients:
-        """The gradients."""
-
-    def target(self) -> Gradients:
-        """The tensors that receive the mean of the gradients."""
-
-    def empty_buffer(self) -> torch.Tensor:
-        """A flat tensor for the mean of the gradients, as the value of the hook's future instead of `target`."""
-
-    def parameter_names(self) -> list[str]:
-        """The names of the parameters, in order."""
 
 
 class BucketWork(NamedTuple):
@@ -93,48 +69,93 @@ class BucketWork(NamedTuple):
     result: torch.Tensor  # the value of the hook's future: the flat buffer, or the first tensor of ``target``
 
 
-def is_sparse(bucket: GradBucket) -> bool:
-    """Whether the bucket is one sparse gradient, which `reduce_bucket` averages uncompressed."""
-    return not hasattr(bucket, "zero_copy") and bucket.buffer().is_sparse
+class Bucket:
+    """What hooks ask of a bucket, as attributes.
 
+    gradwire's own buckets derive from it, and keep the attributes up to date. `Bucket.of` adapts those of PyTorch's DDP
+    and of other callers.
 
-def bucket_device(bucket: GradBucket) -> torch.device:
-    """The device of the bucket's gradients."""
-    return cast("GradwireBucket", bucket).device if hasattr(bucket, "zero_copy") else bucket.buffer().device
-
-
-def bucket_dtype(bucket: GradBucket) -> torch.dtype:
-    """The real dtype of the bucket's gradients, or of the buffer that a wrapper has set instead."""
-    if getattr(bucket, "zero_copy", False):
-        return bucket.parameters()[0].dtype.to_real()
-    return bucket.buffer().dtype
-
-
-def real_layouts(bucket: GradBucket) -> list[torch.Tensor]:
-    """Real tensors with the shapes, strides, dtype and device of the bucket's gradients."""
-    dtype = bucket_dtype(bucket)
-    return [layout_in_dtype(as_real(gradient_layout(parameter)), dtype) for parameter in bucket.parameters()]
-
-
-def bucket_work(bucket: GradBucket, tables: Tables, layout: SegmentTable | None = None) -> BucketWork:
-    """The tensors of a dense bucket: the gradients if it is zero-copy, else the flat buffer.
-
-    ``tables`` keeps layouts of flat buckets; ``layout`` is that of the gradients in one, if it must be taken apart.
+    Attributes:
+        position: position in the order of launch.
+        is_final: whether no bucket after it is launched in this backward.
+        device: device of the gradients.
+        dtype: real dtype of the gradients, or of the buffer that a wrapper has set instead.
+        is_sparse: whether the bucket is one sparse gradient, which `reduce_bucket` averages uncompressed.
+        zero_copy: whether `work` may return the gradients themselves; else they are in a flat buffer.
+        names: plain names of the parameters; None if the bucket does not know them.
+        process_group: the ranks to average over; None if they are not known.
+        note_use: with a user's hook, called with the settings and the process group of each of gradwire's hooks that it
+            calls.
+        model_number: number of the model's exchange on the process group, equal on all ranks.
+        n_passes: number of synchronized forwards of the model; 0 if it must not be compared.
+        model_parameters: all parameters of the model that are averaged; None on PyTorch's DDP.
     """
-    if getattr(bucket, "zero_copy", False):
-        target = cast("GradwireBucket", bucket).target()
-        return BucketWork(cast("GradwireBucket", bucket).source(), target, target.tensors[0])
-    buffer = bucket.buffer()
-    key = (bucket.index(), buffer.numel(), buffer.dtype)
-    if key not in tables:
-        tables[key] = SegmentTable([buffer])
-    flat = Gradients([buffer], tables[key], layout)
-    return BucketWork(flat, flat, buffer)
+
+    position: int
+    is_final: bool
+    device: torch.device
+    dtype: torch.dtype
+    is_sparse = False
+    zero_copy = False
+    names: tuple[str, ...] | None = None
+    process_group: dist.ProcessGroup | None = None
+    note_use: Callable[[Any, dist.ProcessGroup], None] | None = None
+    model_number = 0
+    n_passes = 0
+    model_parameters: Sequence[torch.Tensor] | None = None
+
+    @staticmethod
+    def of(bucket: Any) -> "Bucket":
+        """The bucket itself if it is gradwire's, else a `TorchBucket`."""
+        return bucket if isinstance(bucket, Bucket) else TorchBucket(bucket)
+
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters, in the order of their gradients."""
+        raise NotImplementedError
+
+    def buffer(self) -> torch.Tensor:
+        """The gradients as one flat tensor; complex ones as real pairs. Or the sparse gradient."""
+        raise NotImplementedError
+
+    def empty_buffer(self) -> torch.Tensor:
+        """A flat tensor for the mean of the gradients, as the value of the hook's future instead of the target."""
+        return self.buffer()
+
+    def work(self, tables: Tables, layout: SegmentTable | None = None) -> BucketWork:
+        """The tensors of a dense bucket: the gradients if it is zero-copy, else the flat buffer.
+
+        ``tables`` keeps layouts of flat buckets; ``layout`` is that of the gradients in one, if it must be taken apart.
+        """
+        buffer = self.buffer()
+        key = (self.position, buffer.numel(), buffer.dtype)
+        if key not in tables:
+            tables[key] = SegmentTable([buffer])
+        flat = Gradients([buffer], tables[key], layout)
+        return BucketWork(flat, flat, buffer)
+
+    def real_layouts(self) -> list[torch.Tensor]:
+        """Real tensors with the shapes, strides, dtype and device of the gradients."""
+        return [layout_in_dtype(as_real(gradient_layout(each)), self.dtype) for each in self.parameters()]
+
+
+class TorchBucket(Bucket):
+    """A bucket of PyTorch's DDP, in one backward."""
+
+    def __init__(self, bucket: GradBucket) -> None:
+        self._bucket, self._buffer = bucket, bucket.buffer()
+        self.position, self.is_final = bucket.index(), bucket.is_last()
+        self.device, self.dtype, self.is_sparse = self._buffer.device, self._buffer.dtype, self._buffer.is_sparse
+
+    def parameters(self) -> list[torch.Tensor]:
+        return self._bucket.parameters()
+
+    def buffer(self) -> torch.Tensor:
+        return self._buffer
 
 
 def reduce_bucket(
-    process_group: dist.ProcessGroup | None,
-    bucket: GradBucket,
+    connections: Connections,
+    bucket: Bucket,
     algorithm: Callable[[Step], Algorithm[None]],
     name: str,
     *,
@@ -147,28 +168,28 @@ def reduce_bucket(
     """Run ``algorithm(step)`` on a bucket, in bucket order; the future has its result.
 
     Args:
-        process_group: the ranks to average over; None for the model's.
-        bucket: a bucket of either DDP. A sparse gradient is averaged without the algorithm, by ``divisor`` or the world
-            size.
+        connections: those on the process group of the ranks to average over.
+        bucket: the bucket. A sparse gradient is averaged without the algorithm, by ``divisor`` or the world size.
         algorithm: an ``async`` function that awaits its collectives.
         name: name of the hook, for profiler ranges.
         memory, iteration, names: of the `Step`. On PyTorch's DDP, `Step.gradients` needs ``memory.layout``.
         telemetry: that of the hook's state.
     """
-    device, index, is_last = bucket_device(bucket), bucket.index(), bucket.is_last()
-    executor = connections_of(process_group).executor(device)
+    device, position, is_final = bucket.device, bucket.position, bucket.is_final
+    executor = connections.executor(device)
     transport, workspaces = executor.transport, executor.workspaces
-    layout = getattr(memory, "layout", None)
-    work = None if is_sparse(bucket) else bucket_work(bucket, _tables_of.setdefault(transport, {}), layout)
-    result = bucket.buffer() if work is None else work.result
-    is_on_pytorchs_ddp = not hasattr(bucket, "model_parameters")
-    n_passes = getattr(bucket, "n_passes", 0) if device.type == "cpu" else 0  # on a GPU, the host would have to wait
-
+    n_passes = bucket.n_passes if device.type == "cpu" else 0  # on a GPU, the host would have to wait
+    work: BucketWork | None = None
+    if bucket.is_sparse:
+        result = bucket.buffer()
+    else:
+        work = bucket.work(_tables_of.setdefault(transport, {}), getattr(memory, "layout", None))
+        result = work.result
     # Not in the task: `sample` calls the user's report, which must run in the training thread.
-    sample = telemetry.sample(index) if telemetry is not None and not is_capturing(device) else None
+    sample = telemetry.sample(position) if telemetry is not None and not is_capturing(device) else None
 
-    async def task(workspace: Workspace) -> torch.Tensor:
-        if index == 0:
+    def begin(workspace: Workspace) -> Algorithm[Any]:
+        if position == 0:
             for each in workspaces:
                 each.start_step()
         transport.n_passes = n_passes
@@ -177,34 +198,27 @@ def reduce_bucket(
             steps = sparse_all_reduce(result, transport, divisor or transport.world_size)
         else:
             steps = algorithm(Step(work.source, work.target, memory, iteration, transport, workspace, names))
-        if sample is not None:
-            steps = sample.measured(steps, is_last, device, work and work[:2], transport)
-        try:
-            await steps
-        except Exception:
-            if is_on_pytorchs_ddp:  # which raises "Unable to cast ... to Tensor" without a traceback
-                logger.exception("%s failed in bucket %s:", name, index)
-            raise
-        return result
+        return steps if sample is None else sample.measured(steps, is_final, device, work and work[:2], transport)
 
-    future = executor.submit(task, f"gradwire::{name}, bucket {index}")
-    if is_last:
+    # PyTorch's DDP raises "Unable to cast ... to Tensor", without a traceback.
+    log = functools.partial(logger.exception, FAILED, name, position) if isinstance(bucket, TorchBucket) else None
+    future = executor.submit(begin, f"gradwire::{name}, bucket {position}", result, log)
+    if is_final:
         executor.finish()
     return cast("Future[torch.Tensor]", future)
 
 
-def all_reduce_on_cpu(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[torch.Tensor]:
+def all_reduce_on_cpu(connections: Connections, bucket: Bucket) -> Future[torch.Tensor]:
     """Start the all-reduce of the mean of a dense bucket on a CPU; the future holds the flat mean.
 
     Nothing is computed after it, so a task in the executor's thread would only compete for the interpreter lock.
     """
-    device, connections = bucket_device(bucket), connections_of(process_group)
-    transport = connections.transport("backward", device)
-    if bucket.index() == 0:
+    transport = connections.transport("backward", bucket.device)
+    if bucket.position == 0:
         connections.start_step()
-    source, target, result = bucket_work(bucket, _tables_of.setdefault(transport, {}))
-    if getattr(bucket, "zero_copy", False) and target.flat is None:
-        result = cast("GradwireBucket", bucket).empty_buffer()
+    source, target, result = bucket.work(_tables_of.setdefault(transport, {}))
+    if target.flat is None:
+        result = bucket.empty_buffer()
     wire = torch.view_as_real(result).view(-1) if result.is_complex() else result
     source.flatten(wire, scale=1 / transport.world_size)
 
@@ -351,7 +365,7 @@ class ParameterNames:
         """The parameters with a name so far, by name."""
         return {name: parameter for parameter, name in self._names.items()}
 
-    def note(self, names: Sequence[str], bucket: GradBucket) -> None:
+    def note(self, names: Sequence[str], bucket: Bucket) -> None:
         """Store the names that `in_bucket` returned for this bucket, unless all are known."""
         if not self.is_closed and (self._module is None or self._module() is None):
             self._names.update(zip(bucket.parameters(), names, strict=True))
@@ -423,7 +437,7 @@ class ParameterNames:
         if self.are_numbers:
             raise self._unknown(needed_by)
 
-    def in_bucket(self, bucket: GradBucket, needed_by: Callable[[], str | None]) -> tuple[str, ...]:
+    def in_bucket(self, bucket: Bucket, needed_by: Callable[[], str | None]) -> tuple[str, ...]:
         """The names of the bucket's parameters; ``needed_by`` returns the subject of the error if numbers do not
         suffice.
         """

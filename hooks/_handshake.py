@@ -18,7 +18,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from hashlib import blake2b
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradwire._version import __version__
-from gradwire.comm.connections import connections_of
+from gradwire.comm.connections import Connections, connections_of
 from gradwire.comm.store_collectives import (
     RanksMissing,
     collective_timeout,
@@ -36,12 +36,8 @@ from gradwire.comm.store_collectives import (
 )
 from gradwire.comm.torch_internals import default_group, is_initialized_group
 from gradwire.hooks._bucket import (
-    GradBucket,
-    GradwireBucket,
-    bucket_device,
-    bucket_dtype,
+    Bucket,
     is_gradwire_hook,
-    is_sparse,
     registered_wrappers,
 )
 
@@ -66,18 +62,18 @@ class Settings(Protocol):
     """What a handshake reads of a hook state; see `HookSettings`."""
 
     hook_name: str
-    _telemetry: Any
+    telemetry: Any
 
-    def settings(self) -> dict[str, object]:
+    def _settings(self) -> dict[str, object]:
         """The hook's name and options."""
 
-    def replicated(self) -> dict[str, object]:
+    def _replicated(self) -> dict[str, object]:
         """Further values to compare."""
 
-    def parameter_names(self, bucket: GradBucket) -> Sequence[str]:
+    def _parameter_names(self, bucket: Bucket) -> Sequence[str]:
         """Names of the bucket's parameters."""
 
-    def apply_settings(self, settings: dict[str, object]) -> None:
+    def _apply_settings(self, settings: dict[str, object]) -> None:
         """Apply settings that all ranks have agreed on."""
 
 
@@ -99,8 +95,8 @@ class Handshake:
             for agreement in agreements.values():
                 agreement.settings = None
 
-    def agree(self, state: Settings, bucket: GradBucket, process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-        """Compare the settings of ``state`` with the other ranks, once per model; returns the process group.
+    def agree(self, state: Settings, bucket: Bucket, process_group: dist.ProcessGroup | None) -> Connections:
+        """Compare the settings of ``state`` with the other ranks, once per model; returns the connections to them.
 
         Every hook calls it first.
 
@@ -112,50 +108,49 @@ class Handshake:
             RuntimeError: the settings differ, or a rank does not join. Every rank that joins raises.
             ValueError: the DistributedDataParallel has other ranks.
         """
-        group = getattr(bucket, "process_group", None)  # a bucket of gradwire's DDP; None if no reducer has launched it
+        group = bucket.process_group
         if group is None:
             group = process_group or default_group()
         elif process_group is not None and process_group is not group:
-            group = _chosen_group(cast("GradwireBucket", bucket), process_group)
-        if (note_use := getattr(bucket, "note_use", None)) is not None:
-            note_use(state, group)
-        own, generation, telemetry = state.settings(), connections_of(group).generation, state._telemetry
+            group = _chosen_group(bucket, process_group)
+        if bucket.note_use is not None:
+            bucket.note_use(state, group)
+        connections, own, telemetry = connections_of(group), state._settings(), state.telemetry
         settings = own if telemetry is None else {**own, **telemetry.settings()}
         agreements = self._agreed.setdefault(group, {})
         agreement = agreements.get(state.hook_name)
-        if agreement is None or agreement.generation != generation:
-            agreement = agreements[state.hook_name] = _Agreement(generation)
+        if agreement is None or agreement.generation != connections.generation:
+            agreement = agreements[state.hook_name] = _Agreement(connections.generation)
         again = bucket.parameters()[0] in agreement.parameters
         if again and agreement.settings == settings:
-            return group
-        names = state.parameter_names(bucket)
-        if hasattr(bucket, "model_parameters"):
-            parameters = bucket.model_parameters
-        else:
+            return connections
+        names = state._parameter_names(bucket)
+        parameters = bucket.model_parameters
+        if parameters is None:
             parameters = _parameters_in_pytorchs_ddp(bucket, group, process_group is None)
-        kind = "sparse gradients" if is_sparse(bucket) else "gradients"
+        kind = "sparse gradients" if bucket.is_sparse else "gradients"
         shapes = [tuple(parameter.shape) for parameter in bucket.parameters()]
         facts = {
             "gradwire": __version__,
             **settings,
             "loaded since the last handshake": again and self.is_loaded_anew,
-            **state.replicated(),
+            **state._replicated(),
             "names of its parameters": f"{names[0]} and so on, digest {digest(names)}" if names else "not needed",
-            "bucket": f"{bucket.index()}, the last" if bucket.is_last() else bucket.index(),
-            kind: f"{bucket_dtype(bucket)} on {bucket_device(bucket).type}",
+            "bucket": f"{bucket.position}, the last" if bucket.is_final else bucket.position,
+            kind: f"{bucket.dtype} on {bucket.device.type}",
             "parameters of the bucket": len(shapes),
             **{f"shape of its parameter {i}": shape for i, shape in enumerate(shapes)},
         }
-        _compare(group, {name: str(fact) for name, fact in facts.items()}, again, getattr(bucket, "model_number", 0))
+        _compare(group, {name: str(fact) for name, fact in facts.items()}, again, bucket.model_number)
         # A copy: dictionaries among the options may be modified in place.
         settings = {name: dict(value) if isinstance(value, Mapping) else value for name, value in settings.items()}
-        state.apply_settings({name: settings[name] for name in own})  # measuring changes no buckets
+        state._apply_settings({name: settings[name] for name in own})  # measuring changes no buckets
         agreement.settings = settings
         agreement.parameters.update(dict.fromkeys(parameters, True))
         self.is_loaded_anew = False
         if telemetry is not None:
             telemetry.agreed()
-        return group
+        return connections
 
 
 class _Agreement:
@@ -239,7 +234,7 @@ def _compare_through_store(
     raise RuntimeError(f"Communication hooks differ between ranks:{lines}\n{_UNCHANGED} {_REMEDY}")
 
 
-def _chosen_group(bucket: GradwireBucket, chosen: dist.ProcessGroup) -> dist.ProcessGroup:
+def _chosen_group(bucket: Bucket, chosen: dist.ProcessGroup) -> dist.ProcessGroup:
     """The process group that a hook on gradwire's DistributedDataParallel uses, if its own is another object."""
     own = bucket.process_group
     assert own is not None
@@ -251,9 +246,7 @@ def _chosen_group(bucket: GradwireBucket, chosen: dist.ProcessGroup) -> dist.Pro
     return own
 
 
-def _parameters_in_pytorchs_ddp(
-    bucket: GradBucket, group: dist.ProcessGroup, is_default: bool
-) -> Sequence[torch.Tensor]:
+def _parameters_in_pytorchs_ddp(bucket: Bucket, group: dist.ProcessGroup, is_default: bool) -> Sequence[torch.Tensor]:
     """All parameters of the model of a bucket of PyTorch's DDP, as far as that is found.
 
     Raises ValueError if the DDP averages over other ranks than a group that was not passed explicitly.

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from gradwire.hooks._bucket import GradBucket, bucket_work, ddp_hook, is_sparse, zero_copy
+from gradwire.hooks._bucket import Bucket, GradBucket, ddp_hook, zero_copy
 
 __all__ = ["noop_hook"]
 
@@ -23,10 +23,11 @@ def noop_hook(_: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     Examples:
         >>> model.register_comm_hook(None, noop_hook)
     """
-    if is_sparse(bucket):
+    adapted = Bucket.of(bucket)
+    if adapted.is_sparse:
         result = bucket.buffer()
     else:
-        source, target, result = bucket_work(bucket, {})
+        source, target, result = adapted.work({})
         if source.table is not target.table:  # gradients that become views of the result
             source.flatten(result)
     is_cuda = result.device.type == "cuda"

@@ -13,13 +13,11 @@ import torch.distributed as dist
 from gradwire.compress import cast_all_reduce
 from gradwire.compress._validation import check_keywords
 from gradwire.hooks._bucket import (
+    Bucket,
     CommHook,
     GradBucket,
     all_reduce_on_cpu,
-    bucket_device,
-    bucket_work,
     ddp_hook,
-    is_sparse,
     reduce_bucket,
     zero_copy,
 )
@@ -90,7 +88,7 @@ class CastState(HookSettings):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(None, **state)  # type: ignore[misc]
 
-    def settings(self) -> dict[str, object]:
+    def _settings(self) -> dict[str, object]:
         """The hook's name, and how it sums."""
         return {"hook": self.hook_name, "accumulate": self.accumulate, "local_size": self.local_size}
 
@@ -113,11 +111,12 @@ def _cast_hook(
         wire = "fp16" if dtype == torch.float16 else "bf16"
         return quantized_reduction(process_group, bucket, wire, _BLOCK_NUMEL, state.local_size, settings)
 
-    group, telemetry = settings.handshake.agree(settings, bucket, process_group), settings._telemetry
+    adapted = Bucket.of(bucket)
+    connections, telemetry = settings.handshake.agree(settings, adapted, process_group), settings.telemetry
     # All ranks measure, or none: the handshake compared it.
-    if dtype is None and telemetry is None and not is_sparse(bucket) and bucket_device(bucket).type == "cpu":
-        return all_reduce_on_cpu(group, bucket)
-    return reduce_bucket(group, bucket, partial(cast_all_reduce, dtype=dtype), hook, telemetry=telemetry)
+    if dtype is None and telemetry is None and not adapted.is_sparse and adapted.device.type == "cpu":
+        return all_reduce_on_cpu(connections, adapted)
+    return reduce_bucket(connections, adapted, partial(cast_all_reduce, dtype=dtype), hook, telemetry=telemetry)
 
 
 @zero_copy
@@ -185,9 +184,10 @@ def _compress_wrapper(hook: CommHook, dtype: torch.dtype, name: str) -> CommHook
     @zero_copy
     @ddp_hook()
     def wrapper(hook_state, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[no-untyped-def]
-        if is_sparse(bucket):
+        adapted = Bucket.of(bucket)
+        if adapted.is_sparse:
             return hook(hook_state, bucket)
-        work = bucket_work(bucket, {})  # nothing is kept: buckets of several models may be in flight
+        work = adapted.work({})  # nothing is kept: buckets of several models may be in flight
         wire = torch.empty(work.source.table.numel, dtype=dtype, device=work.result.device)
         bucket.set_buffer(work.source.flatten(wire))
 

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import fields, replace
 from datetime import timedelta
 from inspect import signature
-from typing import Any, ClassVar, Protocol, TypeVar, get_args
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,12 +25,12 @@ from torch.futures import Future
 
 from gradwire.comm import (
     Algorithm,
+    Connections,
     GroupTransport,
     IdleTransport,
     Transport,
     Workspace,
     connections_of,
-    executor_for,
     run_algorithm,
 )
 from gradwire.comm.store_collectives import RanksMissing, named_barrier
@@ -39,40 +39,30 @@ from gradwire.compress import Gradients, Step, cast_all_reduce
 from gradwire.compress._validation import (
     MAX_COUNT,
     check_count,
-    check_elements,
     check_entries,
-    check_memory_shape,
-    check_range,
     check_whole_number,
-    checked_tensors,
 )
-from gradwire.compress.memory import BucketMemory, Memory, MemoryByName, Merge
+from gradwire.compress.memory import Memory, MemoryByName
 from gradwire.hooks._bucket import (
+    Bucket,
     GradBucket,
     ParameterNames,
-    bucket_device,
-    bucket_dtype,
     check_process_group,
     ddp_hook,
     described,
     is_gradwire_hook,
     is_number,
-    is_sparse,
-    plain_name,
     reduce_bucket,
     registered_wrappers,
     zero_copy,
 )
-from gradwire.hooks._handshake import Handshake, check_same_ranks, digest
+from gradwire.hooks._handshake import Handshake, check_same_ranks
+from gradwire.hooks._memory import StateMemory
 from gradwire.hooks.telemetry import Report, Telemetry
 from gradwire.kernels import (
-    SegmentTable,
-    as_real,
     dispatch,
     gradient_layout,
     is_capturing,
-    layout_in_dtype,
-    memory_order,
 )
 
 __all__ = ["HookSettings", "HookState", "Memory", "Step", "hook_for"]
@@ -83,7 +73,6 @@ def __dir__() -> list[str]:
 
 
 _PYTORCHS_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks."
-ERRORS = "errors"  # the entry with error memory
 PREPARE_TIMEOUT = timedelta(minutes=2)
 STATE_DICT_TIMEOUT = timedelta(seconds=10)  # early: a waiting rank is usually the only caller
 
@@ -139,39 +128,27 @@ def _compared_options(kind: type, local: frozenset[str]) -> tuple[tuple[str, ...
     return ("options", *names), operator.attrgetter("__class__.__name__", *names)
 
 
-# For gradwire's own modules: neither in the API reference nor in tab completion.
-_INTERNAL_NAMES = """
-apply_settings begin_step bind_layouts check_counts check_loaded check_names check_shapes compares_memory
-continue_at count_step counts device_counters drop_buckets enter first_compressed_step folded
-follows_model handshake has_model hook_name initialize keeps load_counts load_replicated_state make_bucket
-match_scale maybe_increase_iter merge_shards needs_names new_bucket parameter_names replicated
-replicated_state residuals serves_one_model settings unmatched_pattern
-"""
-
-
 class HookSettings:
     """The settings of a hook, which must be equal on all ranks, and its telemetry.
 
     States of hooks derive from this class; for a hook without a state, its module has an instance.
 
     Attributes:
+        hook_name: name of the hook.
         handshake: the process groups that have agreed on the settings.
+        telemetry: the measurements, while the state is observed; else None.
     """
 
-    serves_one_model = False  # whether the state takes the process group of the model that it is registered for
-    follows_model = False  # whether ``process_group`` was taken from the model
+    _serves_one_model = False  # whether the state takes the process group of the model that it is registered for
+    _follows_model = False  # whether ``process_group`` was taken from the model
 
-    # Class attributes: they are neither pickled nor part of a checkpoint.
-    _telemetry: Telemetry | None = None
+    telemetry: Telemetry | None = None
     _step_in_progress: int | None = None  # its number, from 1; None for a state that counts no steps
 
     def __init__(self, hook: str, process_group: dist.ProcessGroup | None = None) -> None:
         self.hook_name = hook
         self.process_group = process_group
         self.handshake = Handshake()
-
-    def __dir__(self) -> list[str]:
-        return sorted(set(super().__dir__()).difference(_INTERNAL_NAMES.split()))
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -181,28 +158,28 @@ class HookSettings:
     @process_group.setter
     def process_group(self, process_group: dist.ProcessGroup | None) -> None:
         check_process_group(process_group)
-        self._process_group, self.follows_model = process_group, False
+        self._process_group, self._follows_model = process_group, False
 
     @property
     def _group(self) -> dist.ProcessGroup:
         return self._process_group or default_group()
 
-    def settings(self) -> dict[str, object]:
+    def _settings(self) -> dict[str, object]:
         """The hook's name and options, as plain values. Every bucket compares them, so this must be cheap."""
         return {"hook": self.hook_name}
 
-    def replicated(self) -> dict[str, object]:
+    def _replicated(self) -> dict[str, object]:
         """Further values that a handshake compares: counters, and digests of loaded memory."""
         return {}
 
-    def parameter_names(self, bucket: GradBucket) -> Sequence[str]:
+    def _parameter_names(self, bucket: Bucket) -> Sequence[str]:
         """Names of the bucket's parameters in the state; empty for a hook without memory."""
         return ()
 
-    def apply_settings(self, settings: dict[str, object]) -> None:
+    def _apply_settings(self, settings: dict[str, object]) -> None:
         """Apply settings that all ranks have agreed on; they may have changed since the last step."""
 
-    def has_model(self) -> bool:
+    def _has_model(self) -> bool:
         """Whether a model is known that the state is registered on."""
         return bool(registered_wrappers(self))
 
@@ -228,18 +205,18 @@ class HookSettings:
         """
         check_whole_number("every", every, "a whole number of steps, at least 1", 1)
         check_whole_number("exact_every", exact_every, "a whole number of steps, at least 0", 0)
-        if self._telemetry is not None:
-            self._telemetry.close()
-        self._telemetry = Telemetry(self, every, exact_every, report)
+        if self.telemetry is not None:
+            self.telemetry.close()
+        self.telemetry = Telemetry(self, every, exact_every, report)
         # The latest function runs first: before a logger that was set up earlier ends.
         atexit.register(_stop_at_exit, weakref.ref(self))
 
     def stop_observing(self) -> None:
         """Report the steps measured so far, and stop measuring. Call it on every rank, between the same two steps."""
-        if self._telemetry is not None:
-            self._warn_if_unused(self._telemetry)
-            self._telemetry.close()
-        self._telemetry = None
+        if self.telemetry is not None:
+            self._warn_if_unused(self.telemetry)
+            self.telemetry.close()
+        self.telemetry = None
 
     def metrics(self) -> dict[str, float]:
         """The metrics of the latest measured step; empty before the first one has ended.
@@ -249,7 +226,7 @@ class HookSettings:
         Raises:
             RuntimeError: `observe` was not called.
         """
-        telemetry = self._telemetry
+        telemetry = self.telemetry
         if telemetry is None:
             raise RuntimeError(
                 f"This {type(self).__name__} is not measured. Call state.observe() on every rank before the steps "
@@ -260,18 +237,18 @@ class HookSettings:
         return dict(telemetry.latest)
 
     def _warn_if_unused(self, telemetry: Telemetry) -> None:
-        if not telemetry.has_begun and not self.has_model():
+        if not telemetry.has_begun and not self._has_model():
             warnings.warn(
                 f"This {type(self).__name__} is observed, but has no model, so nothing is measured. Register it on the "
                 "model: model.register_comm_hook(state, hook).",
                 stacklevel=3,
             )
 
-    def residuals(self) -> Sequence[Tensor]:
+    def _residuals(self) -> Sequence[Tensor]:
         """This rank's error memory, for ``residual_ratio``; empty without error feedback."""
         return ()
 
-    def device_counters(self) -> Mapping[str, Tensor]:
+    def _device_counters(self) -> Mapping[str, Tensor]:
         """Further totals among the metrics, one element each."""
         return {}
 
@@ -290,7 +267,7 @@ def _stop_at_exit(state: weakref.ref[HookSettings]) -> None:
 class HookState(HookSettings):
     """Base class of hook states: options, memory by parameter name, and a step count, for one model.
 
-    A subclass declares `memory` and has an algorithm, which its hook passes to `run`. Memory named "errors" is error
+    A subclass declares its memory and has an algorithm, which its hook passes to `run`. Memory named "errors" is error
     memory: the part of earlier gradients that was not applied yet. With ``merge="sum"`` its unit is the mean gradient,
     with ``merge="mean"`` the gradient of one rank.
 
@@ -300,9 +277,11 @@ class HookState(HookSettings):
         options: a frozen dataclass with values that must be equal on all ranks; None without options. Its field
             ``start_iter``, if there is one, is the number of plain steps before the first compressed one: 0 compresses
             from the first step on, before DDP rebuilds its buckets.
+        memory: declarations by name of the entry in a checkpoint; None without memory.
 
     Attributes:
-        memory: declarations by name of the entry in a checkpoint.
+        memory: the tensors: ``memory.tensors("errors")`` are this rank's, by parameter name.
+        names: the names of parameters.
         local_options: names of the options that may differ between ranks.
         compiles_early: whether plain steps run the algorithm once on zeros, for every bucket, so that Triton compiles
             its kernels then. The algorithm must change nothing but its `Step`.
@@ -315,43 +294,36 @@ class HookState(HookSettings):
         ValueError: ``start_iter`` is not a whole number, or is negative.
     """
 
-    memory: ClassVar[Mapping[str, Memory]] = {}
     local_options: ClassVar[frozenset[str]] = frozenset()
     compiles_early: ClassVar[bool] = False
-    serves_one_model = True
+    _serves_one_model = True
 
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        for entry, declared in cls.memory.items() if isinstance(cls.memory, Mapping) else ():
-            if not isinstance(declared, Memory) or declared.merge not in get_args(Merge):
-                raise TypeError(
-                    f"{cls.__name__}.memory[{entry!r}] is {declared!r}; expected a Memory whose merge is one of "
-                    f"{', '.join(map(repr, get_args(Merge)))}."
-                )
-            if declared.shape is None and (declared.merge != "same" or cls.make_bucket is HookState.make_bucket):
-                # After an error, ranks may have tensors of different parameters: the others add zeros.
-                raise TypeError(
-                    f"{cls.__name__}.memory[{entry!r}] is {declared!r}; expected a shape. Declare how it follows from "
-                    "the gradient, such as shape=lambda gradient: (gradient.numel(),). Only memory with merge='same' "
-                    "may have none, in a class that overrides make_bucket."
-                )
-
-    def __init__(self, hook: str, process_group: dist.ProcessGroup | None = None, options: Any = None) -> None:
+    def __init__(
+        self,
+        hook: str,
+        process_group: dist.ProcessGroup | None = None,
+        options: Any = None,
+        memory: Mapping[str, Memory] | None = None,
+    ) -> None:
         super().__init__(hook, process_group)
         parameters = getattr(type(options), "__dataclass_params__", None)
         if options is not None and not getattr(parameters, "frozen", False):
             raise TypeError(f"options is {options!r}; expected an instance of a frozen dataclass, or None.")
         self.options = options
-        self._names = ParameterNames(self)
-        self._tensors: dict[str, dict[str, Tensor]] = {entry: {} for entry in self.memory}  # by parameter name
-        # Sums of a checkpoint, of which this rank takes its share in the next compressed step, by parameter name.
-        self._loaded: dict[str, dict[str, Tensor]] = {entry: {} for entry in self.memory}
-        # Memory of each bucket, by parameter names, with the dtype and ranks for which it was made.
-        self._buckets: dict[tuple[str, ...], tuple[object, Any]] = {}
+        self.names = ParameterNames(self)
+        self.memory = StateMemory(self, memory or {})
+        if type(self).make_bucket is HookState.make_bucket:
+            for entry, declared in self.memory.declared.items():
+                if declared.shape is None:
+                    raise TypeError(
+                        f"The memory {entry!r} of {type(self).__name__} is {declared!r}; expected a shape, such as "
+                        "shape=lambda gradient: (gradient.numel(),). Only a class that overrides make_bucket may do "
+                        "without."
+                    )
         self._scaler: Scaler | None = None
-        self._scale: float | None = None  # scale of the errors; None until `match_scale` reads it
+        self._scale: float | None = None  # scale of the errors; None until `_match_scale` reads it
         self._iter = 0
-        self._start = self.first_compressed_step
+        self._start = self._first_compressed_step
         self._latest_index: int | None = None  # index of the latest bucket
         self._is_counted = True  # whether ``iter`` includes the latest step
         self._applied: dict[str, object] | None = None  # settings for which the buckets were made
@@ -359,9 +331,6 @@ class HookState(HookSettings):
         self._has_announced_start = False
         self._first_step: int | None = None  # of this object, whose buckets DDP will rebuild
         self._compiled: set[object] = set()  # names and dtypes of the buckets whose kernels are compiled
-        self._is_loaded = False  # whether the memory is from a checkpoint
-        self._n_loaded: dict[str, int] = {}  # tensors of the latest checkpoint, by entry
-        self._fits_model = True  # whether the loaded memory was compared with the model
         self._prepared: dict[str, Any] | None = None  # the result of `state_dict` until the next step
 
     def __repr__(self) -> str:
@@ -386,53 +355,32 @@ class HookState(HookSettings):
             ValueError: the state is bound to another model or has trained without names, or a name pattern in the
                 options matches no parameter of ``module``.
         """
-        self._names.bind(module)
+        self.names.bind(module)
         self._check_patterns()
 
-    def check_names(self, names: Sequence[str]) -> None:
-        """Raise ValueError unless the state fits a sharded model with these parameters, before `bind_layouts`."""
-        self._names.check_names(names)
-        self._check_patterns(names)
-
-    def bind_layouts(self, layouts: Mapping[str, Tensor]) -> None:
-        """Take the parameter names of a sharded model.
-
-        Args:
-            layouts: tensors in the layouts of this rank's gradients, by parameter name; empty for parameters that are
-                not compressed on this rank.
-        """
-        self._names.bind_layouts(layouts)
-        self._patterns_match = True
-
-    def parameter_names(self, bucket: GradBucket) -> tuple[str, ...]:
+    def _parameter_names(self, bucket: Bucket) -> tuple[str, ...]:
         """The names of the bucket's parameters, or numbers if they are not known.
 
         Raises:
-            RuntimeError: `needs_names`, and the names are not known.
+            RuntimeError: options need names, and the names are not known.
         """
-        if hasattr(bucket, "parameter_names"):  # a bucket of gradwire's DDP
-            return tuple(map(plain_name, bucket.parameter_names()))
-        return self._names.in_bucket(bucket, self.needs_names)
+        return bucket.names or self.names.in_bucket(bucket, self._needs_names)
 
-    def has_model(self) -> bool:
+    def _has_model(self) -> bool:
         """Whether a model is known that the state is registered on."""
-        return self._names.is_complete or super().has_model()
+        return self.names.is_complete or super()._has_model()
 
-    def needs_names(self) -> str | None:
+    def _needs_names(self) -> str | None:
         """The part of the options that needs parameter names, as the subject of an error; None if numbers suffice."""
         return None
 
-    def unmatched_pattern(self, names: Iterable[str]) -> str | None:
-        """The first name pattern in the options that matches none of the names; None if all match."""
-        find = getattr(self.options, "unmatched_pattern", None)
-        return find(names) if find is not None else None
-
     def _check_patterns(self, names: Iterable[str] | None = None) -> None:
         """Raise ValueError if a pattern matches none of ``names``, by default of the model's once all are known."""
-        if names is None and not self._names.is_complete:
+        if names is None and not self.names.is_complete:
             return
-        names = sorted(self._names.known() if names is None else names)
-        if (unmatched := self.unmatched_pattern(names)) is not None:
+        names = sorted(self.names.known() if names is None else names)
+        find = getattr(self.options, "unmatched_pattern", None)
+        if find is not None and (unmatched := find(names)) is not None:
             numbered = all(is_number(name) for name in names)
             remedy = "Call state.bind(model), which names them, or use" if numbered else "Correct or remove it:"
             raise ValueError(
@@ -451,14 +399,14 @@ class HookState(HookSettings):
     @iter.setter
     def iter(self, iteration: int) -> None:
         check_count("iter", iteration)
-        self.continue_at(iteration)
+        self._continue_at(iteration)
         self.handshake.expect()
 
-    def continue_at(self, iteration: int) -> None:
+    def _continue_at(self, iteration: int) -> None:
         """Set the number of the next step."""
         self._iter, self._is_counted = iteration, True
 
-    def run(self, bucket: GradBucket, algorithm: Callable[[Step], Algorithm[None]]) -> Future[Tensor]:
+    def run(self, bucket: GradBucket | Bucket, algorithm: Callable[[Step], Algorithm[None]]) -> Future[Tensor]:
         """Average a bucket with ``algorithm``, in bucket order; the future has the result.
 
         Steps before the option ``start_iter``, and sparse gradients, take the plain all-reduce.
@@ -472,27 +420,38 @@ class HookState(HookSettings):
             RuntimeError: the ranks have different hooks, options, step counts or memory.
             ValueError: the state belongs to another model, or its loaded memory does not fit the model.
         """
-        group, names = self.enter(bucket)
+        bucket = Bucket.of(bucket)
+        self._prepared = None
+        position, latest, self._latest_index = bucket.position, self._latest_index, bucket.position
+        if latest is None or position <= latest:  # the buckets of a step come in order, but any may be skipped
+            self._begin_step()
+            self._step_in_progress = self._iter + 1
+        connections = self.handshake.agree(self, bucket, self._process_group)
+        names = bucket.names or self._parameter_names(bucket)
+        if not self._patterns_match:
+            self.names.note(names, bucket)
+            self._check_patterns()
         iteration, memory = self._iter, None
-        if not is_sparse(bucket):
+        if not bucket.is_sparse:
             if iteration >= self._start:
-                memory = self.prepare(bucket, names, group)
+                memory = self.prepare(bucket, names, connections.group)
             elif self.compiles_early:
-                self._compile(bucket, names, group, algorithm)
-
-        self.maybe_increase_iter(bucket)
+                self._compile(bucket, names, connections, algorithm)
+        self._is_counted = False
+        if bucket.is_final:  # and has raised no error
+            self._count_step()
         return reduce_bucket(
-            group,
+            connections,
             bucket,
             cast_all_reduce if memory is None else algorithm,
             self.hook_name,
             memory=memory,
             iteration=iteration,
             names=names,
-            telemetry=self._telemetry,
+            telemetry=self.telemetry,
         )
 
-    def prepare(self, bucket: GradBucket, names: tuple[str, ...], group: dist.ProcessGroup) -> Any:
+    def prepare(self, bucket: Bucket, names: tuple[str, ...], group: dist.ProcessGroup) -> Any:
         """The memory of a bucket in a compressed step, kept from step to step.
 
         Returns:
@@ -502,17 +461,13 @@ class HookState(HookSettings):
         Raises:
             ValueError: loaded memory does not fit the model.
         """
-        made_for = (bucket_dtype(bucket), group.size(), group.rank())
-        kept = self._buckets.get(names)
-        if kept is None or kept[0] != made_for:
-            kept = self._buckets[names] = (made_for, self.new_bucket(bucket, names, group))
-        return kept[1]
+        return self.memory.of_bucket(bucket, names, group)
 
     def _compile(
         self,
-        bucket: GradBucket,
+        bucket: Bucket,
         names: tuple[str, ...],
-        group: dist.ProcessGroup,
+        connections: Connections,
         algorithm: Callable[[Step], Algorithm[None]],
     ) -> None:
         """Run two steps of ``algorithm`` on zeros, without collectives, in memory of their own, if Triton would compile
@@ -520,7 +475,7 @@ class HookState(HookSettings):
 
         The buckets of the first step, of which one may hold the whole model, are left out: they are rebuilt.
         """
-        device, key = bucket_device(bucket), (names, bucket_dtype(bucket))
+        device, key = bucket.device, (names, bucket.dtype)
         if self._first_step is None:
             self._first_step = self._iter
         if self._iter == self._first_step < self._start - 1 or key in self._compiled:
@@ -529,13 +484,13 @@ class HookState(HookSettings):
             return
         self._compiled.add(key)
         with suppress(torch.OutOfMemoryError):  # the first compressed step compiles, then
-            transport = IdleTransport(executor_for(group, device).transport)
-            kept, self._tensors = self._tensors, {entry: {} for entry in self.memory}
+            transport = IdleTransport(connections.executor(device).transport)
+            kept, self.memory = self.memory, StateMemory(self, self.memory.declared)
             try:
                 parameters = [gradient_layout(parameter) for parameter in bucket.parameters()]
-                memory = self.make_bucket(parameters, bucket_dtype(bucket), names, transport)
+                memory = self.make_bucket(parameters, bucket.dtype, names, transport)
             finally:
-                self._tensors = kept
+                self.memory = kept
             if memory is None:
                 return
             layout = memory.layout
@@ -544,43 +499,21 @@ class HookState(HookSettings):
             for number in (self._iter, self._iter + 1):
                 run_algorithm(algorithm(Step(zeros, zeros, memory, number, transport, workspace, names)), transport)
 
-    def enter(self, bucket: GradBucket) -> tuple[dist.ProcessGroup, tuple[str, ...]]:
-        """Compare the settings with the other ranks, and return the process group and the parameter names of a bucket.
-
-        Call it once per bucket, before anything else, and `maybe_increase_iter` at the end.
-        """
-        self._prepared = None
-        index, latest = bucket.index(), self._latest_index
-        self._latest_index = index
-        if latest is None or index <= latest:  # the buckets of a step come in order, but any may be skipped
-            self.begin_step()
-            self._step_in_progress = self._iter + 1
-        group, names = self.handshake.agree(self, bucket, self._process_group), self.parameter_names(bucket)
-        if not self._patterns_match:
-            self._names.note(names, bucket)
-            self._check_patterns()
-        return group, names
-
-    def begin_step(self) -> None:
+    def _begin_step(self) -> None:
         """Begin a step. The one before ends now if its last bucket was skipped or went to another hook."""
         if not self._is_counted:
-            self.count_step()
-        self.match_scale()
+            self._count_step()
+        if self._scaler is not None:
+            self._match_scale()
 
-    def maybe_increase_iter(self, bucket: GradBucket) -> None:
-        """Count the step if ``bucket``, which raised no error, is its last."""
-        self._is_counted = False
-        if bucket.is_last():
-            self.count_step()
-
-    def count_step(self) -> None:
+    def _count_step(self) -> None:
         """Count a step that has ended."""
         self._iter, self._is_counted = min(self._iter + 1, MAX_COUNT), True
-        if self.memory:
-            self._names.is_closed = True
+        if self.memory.declared:
+            self.names.is_closed = True
 
     @property
-    def first_compressed_step(self) -> int:
+    def _first_compressed_step(self) -> int:
         """Number of the first compressed step: the option ``start_iter``, or 0 without it."""
         start: int = getattr(self.options, "start_iter", 0)
         check_whole_number("start_iter", start, "a whole number of steps, at least 0", 0)
@@ -588,7 +521,7 @@ class HookState(HookSettings):
 
     # Options.
 
-    def settings(self) -> dict[str, object]:
+    def _settings(self) -> dict[str, object]:
         """The hook and its options, which must be equal on all ranks."""
         if self.options is None:
             return {"hook": self.hook_name}
@@ -596,7 +529,7 @@ class HookState(HookSettings):
         names, values = _compared_options(kind, self.local_options)
         return {"hook": self.hook_name, **dict(zip(names, values(self.options), strict=True))}
 
-    def apply_settings(self, settings: dict[str, object]) -> None:
+    def _apply_settings(self, settings: dict[str, object]) -> None:
         """Apply options that were assigned or modified since the last step: new buckets, which start from the old
         errors. The handshake calls it on all ranks.
 
@@ -607,9 +540,9 @@ class HookState(HookSettings):
             return
         if self.options is not None:
             self.options = replace(self.options)  # validates: dictionaries may have been modified in place
-        self._start = self.first_compressed_step
+        self._start = self._first_compressed_step
         self._compiled.clear()
-        self.drop_buckets()
+        self.memory.drop_buckets()
         self.handshake.revoke()
         self._applied, self._patterns_match = settings, False
         if not self._has_announced_start and self.iter < self._start and dist.get_rank(self._group) == 0:
@@ -620,20 +553,6 @@ class HookState(HookSettings):
         self._has_announced_start = True
 
     # Memory.
-
-    def new_bucket(self, bucket: GradBucket, names: tuple[str, ...], group: dist.ProcessGroup) -> Any:
-        """The result of `make_bucket`, which starts from the memory of earlier buckets, or from loaded memory that
-        fits.
-        """
-        self.check_loaded(names)
-        self._take_shares(names, group)
-        self.drop_buckets(names)
-        parameters = [gradient_layout(parameter) for parameter in bucket.parameters()]
-        transport = executor_for(group, bucket_device(bucket)).transport
-        made = self.make_bucket(parameters, bucket_dtype(bucket), names, transport)
-        if made is not None:
-            self._keep(made.memory)
-        return made
 
     def make_bucket(
         self, parameters: Sequence[Tensor], dtype: torch.dtype, names: Sequence[str], transport: Transport
@@ -649,58 +568,10 @@ class HookState(HookSettings):
         Returns:
             A `BucketMemory`, or an object with its attributes; None to send the bucket uncompressed.
         """
-        layouts = [layout_in_dtype(as_real(parameter), dtype) for parameter in parameters]
-        tensors: dict[str, dict[str, Tensor]] = {entry: {} for entry in self.memory}
-        for entry, declared in self.memory.items():
-            for name, layout in zip(names, layouts, strict=True):
-                zeros = declared.zeros(layout, layout.device)
-                kept = self._tensors[entry].get(name, zeros)
-                check_memory_shape(entry, name, kept, zeros.shape)
-                tensors[entry][name] = kept.to(zeros.device, zeros.dtype)
-        return BucketMemory(SegmentTable(layouts), tensors)
+        return self.memory.make_bucket(parameters, dtype, names)
 
-    def _keep(self, memory: MemoryByName) -> None:
-        """Keep tensors by entry and parameter name."""
-        for entry, tensors in memory.items():
-            self._tensors[entry].update(tensors)
-
-    def drop_buckets(self, names: Sequence[str] | None = None) -> None:
-        """Drop the buckets that have one of these parameters, by default all, and keep their memory."""
-        for key, (_, bucket) in list(self._buckets.items()):
-            if names is None or not set(names).isdisjoint(key):
-                self._keep(self.folded(bucket))
-                del self._buckets[key]
-
-    def folded(self, bucket: Any) -> MemoryByName:
-        """What the next bucket inherits where it differs from ``bucket.memory``."""
-        return {}
-
-    def tensors(self, entry: str) -> dict[str, Tensor]:
-        """This rank's memory by name, including its share of a checkpoint not yet used."""
-        loaded = self._loaded[entry]
-        return self._trained(entry) | {name: self._share(entry, each, self._group) for name, each in loaded.items()}
-
-    def _trained(self, entry: str) -> dict[str, Tensor]:
-        """This rank's memory that needs no share of a checkpoint."""
-        self.match_scale()
-        tensors = dict(self._tensors[entry])
-        for _, bucket in self._buckets.values():
-            tensors.update(self.folded(bucket).get(entry, {}))
-        return tensors
-
-    def _take_shares(self, names: Iterable[str], group: dist.ProcessGroup) -> None:
-        """Move this rank's share of loaded memory into its own memory, for these parameters."""
-        for entry, loaded in self._loaded.items():
-            shares = {name: self._share(entry, loaded.pop(name), group) for name in names if name in loaded}
-            self._tensors[entry].update(shares)
-
-    def _share(self, entry: str, merged: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """This rank's part of a tensor of a checkpoint."""
-        return merged / group.size() if self.memory[entry].merge == "sum" else merged.clone()
-
-    def residuals(self) -> Sequence[Tensor]:
-        """This rank's error memory, for `metrics`."""
-        return list(self._tensors.get(ERRORS, {}).values())
+    def _residuals(self) -> Sequence[Tensor]:
+        return self.memory.residuals()
 
     def follow_scaler(self, scaler: Scaler | None) -> None:
         """Multiply the error memory by the same factor as the scale of a gradient scaler whenever that changes.
@@ -725,9 +596,9 @@ class HookState(HookSettings):
         if scaler is not None and not callable(getattr(scaler, "get_scale", None)):
             raise TypeError(f"scaler is {described(scaler)}; expected a torch.amp.GradScaler, or None.")
         self._scaler, self._scale = scaler, None
-        self.match_scale()
+        self._match_scale()
 
-    def match_scale(self) -> None:
+    def _match_scale(self) -> None:
         """Multiply the error memory if the scale has changed since the last call."""
         if self._scaler is None:
             return
@@ -735,46 +606,21 @@ class HookState(HookSettings):
         self._scale = scale
         if before is None or before == scale:
             return
-        for error in self._every_error():
-            error.mul_(scale / before if before else 0)
-
-    def _every_error(self) -> list[Tensor]:
-        """The error memory of buckets, of earlier buckets, and of a checkpoint that no step has used yet."""
-        kept = list(self.residuals())
-        of_buckets = {error.untyped_storage().data_ptr() for error in kept}  # tensors by name may be views of them
-        others = [*self._tensors.get(ERRORS, {}).values(), *self._loaded.get(ERRORS, {}).values()]
-        return kept + [error for error in others if error.untyped_storage().data_ptr() not in of_buckets]
+        self.memory.scale_errors(scale / before if before else 0)
 
     @property
     def error_memory_bytes(self) -> int:
         """Bytes of the error memory on this rank."""
-        return sum(error.nbytes for error in self.residuals())
-
-    def take_back(self, name: str, gradient: Tensor) -> bool:
-        """Keep a reduced gradient that was not applied, for the next step; False if the parameter has no error memory.
-
-        gradwire's DistributedDataParallel calls it for results of a failed step, and for a parameter that no rank used
-        in a step: its ``.grad`` stays unchanged, although error feedback of earlier steps may have reduced to a nonzero
-        gradient.
-
-        Args:
-            name: parameter name.
-            gradient: the reduced gradient minus this rank's contribution.
-        """
-        error = self._tensors.get(ERRORS, {}).get(plain_name(name))
-        if error is None:
-            return False
-        error.add_(self._share(ERRORS, as_real(gradient), self._group))
-        return True
+        return sum(error.nbytes for error in self.memory.residuals())
 
     # Checkpoints.
 
-    def counts(self) -> dict[str, Any]:
+    def _counts(self) -> dict[str, Any]:
         """Further numbers of a checkpoint, equal on all ranks."""
         return {}
 
-    def load_counts(self, saved: Mapping[str, Any]) -> None:
-        """Take `counts` from a checkpoint."""
+    def _load_counts(self, saved: Mapping[str, Any]) -> None:
+        """Take `_counts` from a checkpoint."""
 
     def prepare_checkpoint(self) -> None:
         """Collect the errors of all ranks, and keep the copy for `state_dict` until the next step.
@@ -839,9 +685,9 @@ class HookState(HookSettings):
 
     def _check_can_be_saved(self) -> None:
         """Raise RuntimeError if a checkpoint would hold numbers instead of names, or no entries."""
-        self._names.search()
-        self._names.require(f"A checkpoint of a {type(self).__name__}")
-        if not self._names.is_complete and self.iter == 0 and not self._is_loaded:
+        self.names.search()
+        self.names.require(f"A checkpoint of a {type(self).__name__}")
+        if not self.names.is_complete and self.iter == 0 and not self.memory.is_loaded:
             raise RuntimeError(
                 f"This {type(self).__name__} has no model yet, so the entries of its checkpoint are not known. "
                 f"Register it with model.register_comm_hook(state, {self.hook_name}), or call state.bind(model), "
@@ -850,45 +696,17 @@ class HookState(HookSettings):
 
     def _collected(self) -> dict[str, Any]:
         """A new `state_dict`. A collective call."""
-        self.initialize(self._names.compressible())
-        return {"iter": self.iter, **{entry: self._merged(entry) for entry in self.memory}, **self.counts()}
+        self._match_scale()
+        self._initialize(self.names.compressible())
+        entries = {entry: self.memory.merged(entry) for entry in self.memory.declared}
+        return {"iter": self.iter, **entries, **self._counts()}
 
-    def initialize(self, parameters: Mapping[Tensor, str]) -> None:
+    def _initialize(self, parameters: Mapping[Tensor, str]) -> None:
         """Allocate memory, before it is saved, that no step has used yet and that does not start from zeros."""
 
-    def keeps(self, entry: str) -> bool:
+    def _keeps(self, entry: str) -> bool:
         """Whether every parameter will have this memory, from zeros, under the current options."""
-        return self.memory[entry].shape is not None
-
-    def _merged(self, entry: str) -> dict[str, Tensor]:
-        """The tensors of all ranks, merged as declared, on the CPU. A collective call."""
-        own = self.tensors(entry)
-        present = set(own)
-        if self.keeps(entry):
-            for parameter, name in self._names.compressible().items():
-                if name not in own:
-                    own[name] = self.memory[entry].zeros(as_real(parameter), torch.device("cpu"))
-        names = sorted(own)  # in the same order on all ranks
-        merged = {name: own[name] for name in names if name not in present}
-        if self.memory[entry].merge == "same":
-            merged |= {name: own[name].to("cpu", copy=True) for name in present}
-        elif names:
-            divisor = self._group.size() if self.memory[entry].merge == "mean" else 1
-            device = next(iter([*self._names.parameters(), *own.values()])).device
-            executor = executor_for(self.process_group, device)
-
-            async def add_up() -> None:
-                # After a failed step, some ranks may have a tensor and others not yet.
-                n_ranks = torch.tensor([float(name in present) for name in names], device=device)
-                await executor.transport.all_reduce(n_ranks)
-                for name, n in zip(names, n_ranks.tolist(), strict=True):
-                    if n > 0:
-                        total = (own[name].to(device) / divisor).contiguous()  # strides may differ between ranks
-                        await executor.transport.all_reduce(memory_order(total))
-                        merged[name] = total.cpu()
-
-            executor.submit(lambda _: add_up()).wait()
-        return merged
+        return self.memory.declared[entry].shape is not None
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`, with any buckets and on any world size.
@@ -899,52 +717,43 @@ class HookState(HookSettings):
             ValueError: an entry is missing, has the wrong type, dtype or shape, is not finite, or is out of range. The
                 message names the entry. The state is not modified.
         """
-        self._check_state(state_dict)
-        for entry, declared in self.memory.items():
-            loaded = {name: tensor.detach().clone() for name, tensor in state_dict[entry].items()}
-            # The world size, and with it this rank's share of a sum, may not be known yet.
-            self._tensors[entry], self._loaded[entry] = ({}, loaded) if declared.merge == "sum" else (loaded, {})
-            self._n_loaded[entry] = len(loaded)
-        self._buckets, self._scale = {}, None
+        check_entries(state_dict, type(self).__name__, ("iter", *self.memory.declared, *self._counts()))
+        check_count("iter", state_dict["iter"])
+        self._check_counts(state_dict)
+        self.memory.check(state_dict)
+        self.memory.load(state_dict)
+        self._scale = None
         self._restored(state_dict)
 
     def _restored(self, saved: Mapping[str, Any]) -> None:
-        """Take the counts that belong to restored memory, which is compared with the model before it is used."""
+        """Take the counts that belong to restored memory."""
         self._prepared = None
-        self._is_loaded, self._fits_model = True, False
-        self.load_counts(saved)
+        self._load_counts(saved)
         self.iter = saved["iter"]
 
-    def replicated(self) -> dict[str, object]:
+    def _replicated(self) -> dict[str, object]:
         """The number of steps; after a load also numbers of tensors, and digests of those equal on all ranks."""
-        facts: dict[str, object] = {"iter": self.iter}
-        for entry, declared in self.memory.items():
-            if declared.merge == "same" and (self.handshake.is_loaded_anew or self.compares_memory()):
-                facts[f"memory {entry}"] = f"{len(self._tensors[entry])}, digest {digest(self._tensors[entry])}"
-            elif self.handshake.is_loaded_anew and entry in self._n_loaded:
-                facts[f"loaded {entry}"] = self._n_loaded[entry]
-        return facts
+        return {"iter": self.iter, **self.memory.facts(self.handshake.is_loaded_anew, self._compares_memory())}
 
-    def compares_memory(self) -> bool:
+    def _compares_memory(self) -> bool:
         """Whether every handshake compares the memory that is the same on all ranks, not only one after a load."""
         return False
 
     def replicated_state(self) -> dict[str, Any]:
         """The part of the state that is equal on all ranks: numbers and tensors, in dictionaries with string keys."""
-        same = [entry for entry, declared in self.memory.items() if declared.merge == "same"]
-        return {"iter": self.iter, **{entry: self.tensors(entry) for entry in same}, **self.counts()}
+        return {"iter": self.iter, **self._counts(), **self.memory.replicated()}
 
     def load_replicated_state(self, replicated: dict[str, Any]) -> None:
         """Continue from the `replicated_state` of another rank; keep this rank's error memory."""
-        self.drop_buckets()
-        for entry in self.memory.keys() & replicated.keys():
-            self._tensors[entry] = {name: tensor.clone() for name, tensor in replicated[entry].items()}
+        self.memory.restore(replicated)
         self._restored(replicated)
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickling: options and this rank's memory, without the process group, as in PyTorch's hook states."""
-        memory = {"iter": self.iter, **{entry: self._trained(entry) for entry in self.memory}, **self.counts()}
-        return {"options": option_values(self.options), "memory": memory, "loaded": self._loaded}
+        self._match_scale()
+        own = {entry: self.memory.trained(entry) for entry in self.memory.declared}
+        memory = {"iter": self.iter, **own, **self._counts()}
+        return {"options": option_values(self.options), "memory": memory, "loaded": self.memory.loaded}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         known = signature(type(self)).parameters  # pickles of earlier versions may have others
@@ -952,68 +761,17 @@ class HookState(HookSettings):
         memory, loaded = state["memory"], state.get("loaded", {})  # pickles of earlier versions may lack "loaded"
         if "iter" in state:  # and have the step count here
             memory = {"iter": state["iter"], **memory}
-        for entry in self.memory:
-            self._tensors[entry] = {name: tensor.clone() for name, tensor in memory[entry].items()}
-            self._loaded[entry] = {name: tensor.clone() for name, tensor in loaded.get(entry, {}).items()}
+        self.memory.restore(memory, loaded)
         self._restored(memory)
 
-    # Validation.
+    def _check_counts(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError unless the entries of `_counts` are valid."""
 
-    def _check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError unless a `state_dict` is whole and fits the parameters known so far."""
-        check_entries(state, type(self).__name__, ("iter", *self.memory, *self.counts()))
-        check_count("iter", state["iter"])
-        self.check_counts(state)
-        for entry, declared in self.memory.items():
-            for place, tensor in checked_tensors(entry, state[entry]):
-                check_elements(place, tensor, tensor.isfinite(), "a finite number")
-                if declared.dtype is not None:
-                    check_range(place, tensor)
-        self._check_fits({entry: state[entry] for entry in self.memory})
-
-    def check_counts(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError unless the entries of `counts` are valid."""
-
-    def check_shapes(self, memory: MemoryByName, layouts: Mapping[str, Tensor]) -> None:
+    def _check_shapes(self, memory: MemoryByName, layouts: Mapping[str, Tensor]) -> None:
         """Raise ValueError unless loaded memory has the declared shapes for these layouts of gradients, by parameter
         name.
         """
-        for entry, (_, _, shape_of) in self.memory.items():
-            for name, tensor in memory[entry].items():
-                if shape_of is not None and name in layouts:
-                    check_memory_shape(entry, name, tensor, shape_of(as_real(layouts[name])))
-
-    def _check_fits(self, memory: MemoryByName) -> None:
-        """Raise ValueError unless loaded memory fits the model, as far as its parameters are known."""
-        parameters = self._names.known()
-        self.check_shapes(memory, {name: gradient_layout(parameter) for name, parameter in parameters.items()})
-        errors = memory.get(ERRORS, {})
-        if not self._names.is_complete:
-            return
-        if unknown := [name for name in errors if name not in parameters]:
-            raise ValueError(
-                f"{len(unknown)} of {len(errors)} entries of the error memory belong to parameters that this model "
-                f"does not have, such as {unknown[0]!r}; it has {next(iter(parameters), 'none')!r} and others. "
-                "The checkpoint belongs to another model. Load the state that was saved with this model, or start with "
-                "a new state."
-            )
-        for name, error in errors.items():
-            if parameters[name].dtype.to_real() != torch.float64:
-                check_range(f"{ERRORS}[{name!r}]", error)
-
-    def check_loaded(self, names: Sequence[str]) -> None:
-        """Raise ValueError, before anything is sent, if loaded memory does not fit the parameters known so far."""
-        if not self._is_loaded or self._fits_model:
-            return
-        memory = {entry: self._tensors[entry] | self._loaded[entry] for entry in self.memory}
-        known = {name for tensors in memory.values() for name in tensors}
-        if known and known.isdisjoint(names) and all(map(is_number, known)) != all(map(is_number, names)):
-            raise ValueError(
-                f"The loaded state has an entry {min(known)!r}, this bucket has {names[0]!r}: parameter names were "
-                "known in only one of the two runs. Call state.bind(model) before the first step in both."
-            )
-        self._check_fits(memory)
-        self._fits_model = self._names.is_complete
+        self.memory.check_declared_shapes(memory, layouts)
 
 
 def option_values(options: Any) -> dict[str, Any]:
@@ -1061,13 +819,13 @@ def in_group(state: Any, hook: Callable[..., Any], group: dist.ProcessGroup) -> 
     is_ours, has_group = is_gradwire_hook(hook), isinstance(state, HookSettings)
     if not has_group and not (is_ours and isinstance(state, dist.ProcessGroup)):
         return state
-    chosen = state if not has_group else None if state.follows_model else state.process_group
+    chosen = state if not has_group else None if state._follows_model else state.process_group
     if chosen is not None and chosen is not group and is_initialized_group(chosen):
         if not is_ours:
             return state
         check_same_ranks(chosen, group, "hook's process group")
     if not has_group:
         return group
-    if state.serves_one_model:
-        state.process_group, state.follows_model = group, True
+    if state._serves_one_model:
+        state.process_group, state._follows_model = group, True
     return state

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -36,8 +36,9 @@ from gradwire.compress._validation import (
 )
 from gradwire.compress.memory import error_like
 from gradwire.compress.policy import check_factors, check_size_of_factors
-from gradwire.hooks._bucket import GradBucket, ddp_hook
-from gradwire.hooks.hook_state import ERRORS, HookState, Memory, Step, hook_for, with_option_attributes
+from gradwire.hooks._bucket import Bucket, GradBucket, ddp_hook
+from gradwire.hooks._memory import ERRORS
+from gradwire.hooks.hook_state import HookState, Memory, Step, hook_for, with_option_attributes
 from gradwire.kernels import MAX_RANK, WIRE_FORMATS, as_real, compute_dtype, gradient_layout, layout_in_dtype
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
@@ -54,7 +55,7 @@ logger = logging.getLogger("gradwire.hooks.powerSGD_hook")
 LOW_RANK_BUCKET_CAP_MB = 100
 FACTOR_WIRES = ("int8", "int4", "bf16", "fp16")
 MAX_FACTOR = 1 + 2.0**-10  # columns have unit length, up to rounding
-_PYTORCH_ATTRIBUTES = ("error_dict", "p_memory_dict", "q_memory_dict", "rng")
+_PYTORCH_ATTRIBUTES = ("error_dict", "maybe_increase_iter", "p_memory_dict", "q_memory_dict", "rng")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,11 +221,6 @@ class PowerSGDState(HookState):
     """
 
     __module__ = "gradwire.hooks.powerSGD_hook"  # the import path, also in pickles
-    memory: ClassVar[Mapping[str, Memory]] = {
-        ERRORS: Memory(merge="mean"),  # the all-reduced M Q and M^T P are linear in M: only the mean error matters
-        "q": Memory(merge="same", shape=None),
-        "p": Memory(merge="same", shape=None),
-    }
     local_options = frozenset({"compression_stats_logging_frequency", "cuda_graphs"})
     compiles_early = True
     options: PowerSGDOptions
@@ -254,7 +250,12 @@ class PowerSGDState(HookState):
         ranks, stacks = {} if ranks is None else ranks, {} if stacks is None else stacks
         values = locals()
         options = PowerSGDOptions(**{each.name: values[each.name] for each in fields(PowerSGDOptions)})
-        super().__init__("powerSGD_hook", process_group, options)
+        memory = {
+            ERRORS: Memory(merge="mean"),  # the all-reduced M Q and M^T P are linear in M: only the mean error matters
+            "q": Memory(merge="same", shape=None),
+            "p": Memory(merge="same", shape=None),
+        }
+        super().__init__("powerSGD_hook", process_group, options, memory)
         self.total_numel_before_compression = 0
         self.total_numel_after_compression = 0
         self.next_stats_report = 0
@@ -277,11 +278,11 @@ class PowerSGDState(HookState):
 
         def __setattr__(self, name: str, value: Any) -> None: ...
 
-    def compares_memory(self) -> bool:
+    def _compares_memory(self) -> bool:
         """Compare the factors if `alternating` sends one side only."""
         return self.options.alternating
 
-    def needs_names(self) -> str | None:
+    def _needs_names(self) -> str | None:
         """Patterns in the options need names; see `HookState`."""
         has_patterns = not self._is_batched and bool(self.options.ranks or self.options.stacks)
         return "A pattern in ranks or stacks" if has_patterns else None
@@ -295,13 +296,13 @@ class PowerSGDState(HookState):
         return None if self._is_batched else LOW_RANK_BUCKET_CAP_MB
 
     @property
-    def first_compressed_step(self) -> int:
+    def _first_compressed_step(self) -> int:
         """The option ``start_powerSGD_iter``, which may be negative, as in PyTorch."""
         return self.options.start_powerSGD_iter
 
-    def count_step(self) -> None:
+    def _count_step(self) -> None:
         """Count a step that has ended."""
-        super().count_step()
+        super()._count_step()
         if self._iter <= self._start:
             return
         if not self._has_compressed:
@@ -318,7 +319,7 @@ class PowerSGDState(HookState):
         before, after = self.total_numel_before_compression, self.total_numel_after_compression
         return (before / after if after > 0 else 0, before, after)
 
-    def prepare(self, bucket: GradBucket, names: tuple[str, ...], group: dist.ProcessGroup) -> LowRankBucket | None:
+    def prepare(self, bucket: Bucket, names: tuple[str, ...], group: dist.ProcessGroup) -> LowRankBucket | None:
         """The `LowRankBucket` of a bucket, counted in `compression_stats`; see `HookState.prepare`."""
         low_rank: LowRankBucket | None = super().prepare(bucket, names, group)
         if low_rank is not None:
@@ -334,7 +335,7 @@ class PowerSGDState(HookState):
     ) -> LowRankBucket | None:
         """A new `LowRankBucket`; None if none of its matrices would shrink enough. See `HookState.make_bucket`."""
         layouts = [layout_in_dtype(as_real(parameter), dtype) for parameter in parameters]
-        options: dict[str, Any] = self.options.bucket_options(self.iter) | {"names": names, "memory": self._tensors}
+        options: dict[str, Any] = self.options.bucket_options(self.iter) | {"names": names, "memory": self.memory.own}
         made: LowRankBucket | None = None
         if self._is_batched:
             made = flat_low_rank_bucket(layouts, self.options.matrix_approximation_rank, **options)
@@ -351,10 +352,10 @@ class PowerSGDState(HookState):
 
     def _warn_if_idle(self) -> None:
         """Warn, with the reason, if the first compressed step has compressed nothing."""
-        if any(low_rank for _, low_rank in self._buckets.values()):
+        if any(low_rank for _, low_rank in self.memory.buckets.values()):
             return
-        known = self._names.known()
-        numel = sum(as_real(known[name]).numel() for names in self._buckets for name in names if name in known)
+        known = self.names.known()
+        numel = sum(as_real(known[name]).numel() for names in self.memory.buckets for name in names if name in known)
         if self._is_batched:
             why = "No bucket is large enough: lower matrix_approximation_rank or raise bucket_cap_mb."
         else:
@@ -366,32 +367,32 @@ class PowerSGDState(HookState):
             stacklevel=2,
         )
 
-    def initialize(self, parameters: Mapping[Tensor, str]) -> None:
+    def _initialize(self, parameters: Mapping[Tensor, str]) -> None:
         """Allocate the missing memory of every compressed parameter, as its first compressed step would.
 
         Errors without factors exist after a failed step, when `resynchronize` took over the factors of a rank that had
         none. `batched_powerSGD_hook` gets no factors here: they belong to buckets that are not known yet.
         """
-        q, kept = self._tensors["q"], self._tensors[ERRORS if self.options.use_error_feedback else "q"]
+        q, kept = self.memory.own["q"], self.memory.own[ERRORS if self.options.use_error_feedback else "q"]
         for parameter, name in parameters.items():
             layout = gradient_layout(parameter)
             if not self._is_batched:
                 if name not in kept or name not in q:
                     made = self.make_bucket([layout], layout.dtype.to_real(), [name], None)
-                    self._keep(made.memory if made is not None else {})
+                    self.memory.keep(made.memory if made is not None else {})
             elif self.options.use_error_feedback and name not in kept:
                 dtype = compute_dtype(layout.dtype.to_real())
                 kept[name] = error_like(None, as_real(layout), dtype, name)
 
-    def keeps(self, entry: str) -> bool:
-        """Whether further entries start from zeros: none, `initialize` has made them all."""
+    def _keeps(self, entry: str) -> bool:
+        """Whether further entries start from zeros: none, `_initialize` has made them all."""
         return False
 
-    def counts(self) -> dict[str, Any]:
+    def _counts(self) -> dict[str, Any]:
         """The totals of `compression_stats`."""
         return {"numel": [self.total_numel_before_compression, self.total_numel_after_compression]}
 
-    def load_counts(self, saved: Mapping[str, Any]) -> None:
+    def _load_counts(self, saved: Mapping[str, Any]) -> None:
         """Take the totals of `compression_stats` from a checkpoint."""
         self.total_numel_before_compression, self.total_numel_after_compression = saved["numel"]
 
@@ -404,14 +405,14 @@ class PowerSGDState(HookState):
         self.hook_name = replicated["hook"]
         super().load_replicated_state(replicated)
 
-    def check_counts(self, state: Mapping[str, Any]) -> None:
+    def _check_counts(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError unless the totals of `compression_stats` are valid."""
         if not isinstance(numel := state["numel"], list) or len(numel) != 2:
             raise wrong("numel", numel, "a list of two whole numbers")
         for i, count in enumerate(numel):
             check_count(f"numel[{i}]", count)
 
-    def check_shapes(self, memory: Mapping[str, Mapping[str, Tensor]], layouts: Mapping[str, Tensor]) -> None:
+    def _check_shapes(self, memory: Mapping[str, Mapping[str, Tensor]], layouts: Mapping[str, Tensor]) -> None:
         """Raise ValueError unless errors and factors fit the known parameters, and each other for unknown ones.
 
         Factors may have another rank r: they then start from scratch, as when r changes during training.
@@ -423,7 +424,7 @@ class PowerSGDState(HookState):
                 if factor.dim() != 3 or factor.shape[0] < 1 or not 1 <= factor.shape[1] <= factor.shape[2]:
                     raise wrong(entry, factor, "matrices x rank x length, with a rank from 1 to that length")
                 check_elements(entry, factor, factor.abs() <= MAX_FACTOR, "-1 to 1: a column has length 1")
-        super().check_shapes(memory, layouts)
+        super()._check_shapes(memory, layouts)
         for name in sorted(q.keys() | p.keys()):
             shape = self.options.policy.matrix_shape(name, layouts[name]) if name in layouts else None
             if shape is not None:

@@ -10,14 +10,13 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from gradwire.comm import Algorithm, Executor, Transport, executor_for
+from gradwire.comm import Algorithm, Executor, Transport
 from gradwire.compress import (
     NodeBucket,
     Quantization,
@@ -29,17 +28,14 @@ from gradwire.compress import (
 from gradwire.compress._validation import check_flag, check_keywords, check_whole_number
 from gradwire.compress.policy import DEFAULT_EXEMPT
 from gradwire.hooks._bucket import (
+    Bucket,
     GradBucket,
-    bucket_device,
-    bucket_dtype,
     ddp_hook,
-    is_sparse,
-    plain_name,
-    real_layouts,
     reduce_bucket,
     zero_copy,
 )
-from gradwire.hooks.hook_state import ERRORS, HookSettings, HookState, Memory, Step, hook_for, settings_of
+from gradwire.hooks._memory import ERRORS
+from gradwire.hooks.hook_state import HookSettings, HookState, Memory, Step, hook_for, settings_of
 from gradwire.kernels import MAX_BLOCK_SIZE, MIN_BLOCK_SIZE, WIRE_FORMATS, as_real, layout_in_dtype
 
 __all__ = ["QuantizationState", "quantization_hook", "quantization_perchannel_hook", "quantization_pertensor_hook"]
@@ -136,11 +132,6 @@ def bucket_kind(options: Quantization) -> type[QuantizedBucket] | type[NodeBucke
     return NodeBucket if options.local_size > 1 else QuantizedBucket
 
 
-def all_reduce(step: Step) -> Algorithm[None]:
-    """`quantized_all_reduce`, or `quantized_all_reduce_on_nodes`."""
-    return quantized_all_reduce_on_nodes(step) if isinstance(step.memory, NodeBucket) else quantized_all_reduce(step)
-
-
 class QuantizationState(HookState):
     """Options and error memory of `quantization_hook`, for one model.
 
@@ -189,7 +180,6 @@ class QuantizationState(HookState):
     """
 
     __module__ = "gradwire.hooks.quantization_hooks"  # the import path, also in pickles
-    memory: ClassVar[Mapping[str, Memory]] = {ERRORS: Memory(merge="sum", dtype=torch.float32)}
     local_options = frozenset({"cuda_graphs"})
     compiles_early = True
     options: QuantizationOptions
@@ -215,20 +205,13 @@ class QuantizationState(HookState):
         wires = {} if wires is None else wires
         values = locals()
         options = QuantizationOptions(**{each.name: values[each.name] for each in fields(QuantizationOptions)})
-        super().__init__("quantization_hook", process_group, options)
+        memory = {ERRORS: Memory(merge="sum", dtype=torch.float32)}
+        super().__init__("quantization_hook", process_group, options, memory)
 
-    def needs_names(self) -> str | None:
+    def _needs_names(self) -> str | None:
         """Patterns in the options need names; see `HookState`."""
         has_patterns = bool(self.options.wires) or self.options.exempt != DEFAULT_EXEMPT
         return "A pattern in wires or exempt" if has_patterns else None
-
-    def residuals(self) -> list[Tensor]:
-        """This rank's error memory of both shots, for `metrics`."""
-        return [bucket.errors for _, bucket in list(self._buckets.values()) if bucket.errors is not None]
-
-    def _every_error(self) -> list[Tensor]:
-        nodes = [bucket for _, bucket in self._buckets.values() if isinstance(bucket, NodeBucket)]
-        return [*super()._every_error(), *(error for node in nodes for error in (node.inherited or {}).values())]
 
     def make_bucket(
         self, parameters: Sequence[Tensor], dtype: torch.dtype, names: Sequence[str], transport: Transport
@@ -241,12 +224,12 @@ class QuantizationState(HookState):
             transport,
             quantization,
             names=names,
-            memory=self._tensors,
+            memory=self.memory.own,
             iteration=self.iter,
         )
         if isinstance(made, NodeBucket):  # it has taken the errors, and has no views of them
             for name in names:
-                self._tensors[ERRORS].pop(name, None)
+                self.memory.own[ERRORS].pop(name, None)
         if self.options.cuda_graphs and not made.can_capture:
             where = "several nodes of several ranks" if isinstance(made, NodeBucket) else str(parameters[0].device)
             warnings.warn(
@@ -256,20 +239,7 @@ class QuantizationState(HookState):
             )
         return made
 
-    def folded(self, bucket: AnyBucket) -> Mapping[str, Mapping[str, Tensor]]:
-        """This rank's errors of both shots, by parameter name."""
-        return {ERRORS: bucket.folded_errors()}
-
-    def take_back(self, name: str, gradient: Tensor) -> bool:
-        """Keep a reduced gradient that was not applied, for the next step; see `HookState.take_back`."""
-        plain = plain_name(name)
-        for names, (_, bucket) in self._buckets.items():
-            if isinstance(bucket, NodeBucket) and plain in names:
-                bucket.take_back(plain, self._share(ERRORS, as_real(gradient), self._group))
-                return bucket.errors is not None
-        return super().take_back(name, gradient)
-
-    def keeps(self, entry: str) -> bool:
+    def _keeps(self, entry: str) -> bool:
         """Every parameter has errors, unless error feedback is off."""
         return self.options.use_error_feedback
 
@@ -303,7 +273,8 @@ def quantization_hook(state: QuantizationState, bucket: GradBucket) -> torch.fut
 
 
 def _quantized(options: QuantizationOptions, step: Step) -> Algorithm[None]:
-    return step.in_graphs(partial(all_reduce, step)) if options.cuda_graphs else all_reduce(step)
+    algorithm = quantized_all_reduce_on_nodes if isinstance(step.memory, NodeBucket) else quantized_all_reduce
+    return step.in_graphs(partial(algorithm, step)) if options.cuda_graphs else algorithm(step)
 
 
 @zero_copy
@@ -375,26 +346,27 @@ def quantized_reduction(
         local_size: number of ranks on each node, or "auto"; see `QuantizationState`.
         settings: settings of the hook, which must be equal on all ranks.
     """
-    group = settings.handshake.agree(settings, bucket, process_group)
+    adapted = Bucket.of(bucket)
+    connections = settings.handshake.agree(settings, adapted, process_group)
     quantized = None
-    if not is_sparse(bucket):
-        executor = executor_for(group, bucket_device(bucket))
-        quantized = _quantized_bucket(executor, bucket, wire, block_size, local_size)
+    if not adapted.is_sparse:
+        quantized = _quantized_bucket(connections.executor(adapted.device), adapted, wire, block_size, local_size)
 
-    telemetry = settings._telemetry
-    return reduce_bucket(group, bucket, all_reduce, settings.hook_name, memory=quantized, telemetry=telemetry)
+    telemetry = settings.telemetry
+    algorithm = quantized_all_reduce_on_nodes if isinstance(quantized, NodeBucket) else quantized_all_reduce
+    return reduce_bucket(connections, adapted, algorithm, settings.hook_name, memory=quantized, telemetry=telemetry)
 
 
 def _quantized_bucket(
-    executor: Executor, bucket: GradBucket, wire: str, block_size: int, local_size: int | str
+    executor: Executor, bucket: Bucket, wire: str, block_size: int, local_size: int | str
 ) -> AnyBucket:
     buckets, transport = _buckets_of.setdefault(executor, {}), executor.transport
-    dtype, parameters = bucket_dtype(bucket), bucket.parameters()
+    dtype, parameters = bucket.dtype, bucket.parameters()
     n_local = ranks_on_node(local_size, transport)
     layouts = ((parameter.shape, parameter.stride()) for parameter in parameters)
     key = (wire, block_size, n_local, dtype, *layouts)
     if key not in buckets:
         formats = [WIRE_FORMATS[wire]] * len(parameters)
         options = Quantization(block_size=block_size, error_dtype=None, local_size=n_local)
-        buckets[key] = bucket_kind(options)(real_layouts(bucket), formats, transport, options)
+        buckets[key] = bucket_kind(options)(bucket.real_layouts(), formats, transport, options)
     return buckets[key]

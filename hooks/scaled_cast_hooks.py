@@ -18,7 +18,7 @@ from gradwire.compress._validation import (
     wrong,
 )
 from gradwire.compress.scaled_cast import MAX_MARGIN
-from gradwire.hooks._bucket import GradBucket
+from gradwire.hooks._bucket import Bucket, GradBucket
 from gradwire.hooks.hook_state import HookState, Step, hook_for
 from gradwire.hooks.telemetry import HostCopy
 from gradwire.kernels import MAX_EXPONENT, is_capturing
@@ -30,7 +30,7 @@ def __dir__() -> list[str]:
     return __all__
 
 
-class _Bucket(NamedTuple):
+class _Place(NamedTuple):
     """The place of a bucket in its step."""
 
     is_last: bool
@@ -109,7 +109,7 @@ class ScaledCastState(HookState):
         options = ", ".join(f"{name}={value!r}" for name, value in vars(self.options).items())
         return f"{type(self).__name__}({options})"
 
-    def device_counters(self) -> dict[str, torch.Tensor]:
+    def _device_counters(self) -> dict[str, torch.Tensor]:
         """The three totals, for `metrics`."""
         return dict(zip(("nonfinite_elements", "saturated_elements", "skipped_steps"), self._counters, strict=False))
 
@@ -117,10 +117,10 @@ class ScaledCastState(HookState):
         """The exponent of the current scale, 2^exponent, by parameter name. Waits for the device."""
         return {name: int(exponent[0]) for name, exponent in self._exponents.items()}
 
-    def begin_step(self) -> None:
-        """Begin a step; see `HookState.begin_step`."""
+    def _begin_step(self) -> None:
+        """Begin a step; see `HookState._begin_step`."""
         self._is_left_open = not self._is_counted
-        super().begin_step()
+        super()._begin_step()
         copy = self._saturated
         if copy is not None and not is_capturing(copy.device) and copy.is_there():  # a capture allows no event query
             (total,), self._saturated = copy.read(), None
@@ -142,10 +142,10 @@ class ScaledCastState(HookState):
         if not self._has_warned and self._saturated is None and not is_capturing(counters.device):
             self._saturated = HostCopy(counters[1:2])
 
-    def prepare(self, bucket: GradBucket, names: tuple[str, ...], group: dist.ProcessGroup) -> "_Bucket":
+    def prepare(self, bucket: Bucket, names: tuple[str, ...], group: dist.ProcessGroup) -> "_Place":
         """The bucket as the algorithm sees it; its scale is created on the stream or thread that uses it."""
         closes_step, self._is_left_open = self._is_left_open, False
-        return _Bucket(bucket.is_last(), closes_step)
+        return _Place(bucket.is_final, closes_step)
 
     def _bucket_scale(self, names: tuple[str, ...], device: torch.device) -> BucketScale:
         """The scale of a bucket. A new bucket starts from the smallest scale of its parameters."""
@@ -176,13 +176,13 @@ class ScaledCastState(HookState):
         Raises:
             RuntimeError: the parameters' names are not known.
         """
-        self._names.search()
-        self._names.require("A checkpoint of a ScaledCastState")
+        self.names.search()
+        self.names.require("A checkpoint of a ScaledCastState")
         return self._entries()
 
     def _entries(self) -> dict[str, Any]:
         first = torch.zeros(2, dtype=torch.int32)  # as in `_bucket_scale`
-        names = sorted({*self._names.known(), *self._exponents})
+        names = sorted({*self.names.known(), *self._exponents})
         exponents = [self._exponents.get(name, first).cpu() for name in names]
         return {
             "names": names,
@@ -230,7 +230,7 @@ class ScaledCastState(HookState):
         n_seen = self._n_seen
         self.load_state_dict({**state, "counters": counters})
         self._n_seen = n_seen
-        self.continue_at(replicated["iter"])
+        self._continue_at(replicated["iter"])
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickling: options and `state_dict`, without the process group, as in PyTorch's hook states."""

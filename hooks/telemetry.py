@@ -104,10 +104,10 @@ class Observable(Protocol):
 
     _step_in_progress: int | None
 
-    def residuals(self) -> Sequence[Tensor]:
+    def _residuals(self) -> Sequence[Tensor]:
         """This rank's error memory, for ``residual_ratio``; empty without error feedback."""
 
-    def device_counters(self) -> Mapping[str, Tensor]:
+    def _device_counters(self) -> Mapping[str, Tensor]:
         """Further totals among the metrics, one element each."""
 
 
@@ -302,8 +302,8 @@ class Sample:
 
     def _finish(self, device: torch.device) -> None:
         """Add the sums of the whole step, and copy all sums to the host, without waiting for the device."""
-        self._add("residual", self._state.residuals())
-        for name, value in self._state.device_counters().items():
+        self._add("residual", self._state._residuals())
+        for name, value in self._state._device_counters().items():
             self._sum(name, value)
         sums = [value.to(device) for value in self._sums.values()]
         # A step of sparse buckets has none.

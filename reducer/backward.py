@@ -21,7 +21,6 @@ from gradwire.comm.store_collectives import format_ranks, gather_json, out_of_st
 from gradwire.comm.torch_internals import all_groups, collective_counts
 from gradwire.comm.transport import clear_frames
 from gradwire.hooks.hook_state import HookState
-from gradwire.hooks.telemetry import Mark
 from gradwire.kernels import is_capturing
 from gradwire.reducer import errors, torch_internals
 from gradwire.reducer.bucket import Bucket
@@ -45,6 +44,8 @@ class Exchange:
 
     Attributes:
         has_streams: whether hooks run on streams of the device.
+        n_passes: number of synchronized forwards, which must be equal on all ranks in every backward. Counting starts
+            at the forward of the first backward: before it, one rank alone may inspect its model.
         number: the number of this exchange on the process group, equal on all ranks.
         connections: gradwire's connections on the process group, as the last forward found them.
         has_hook: whether the model has a communication hook on this rank.
@@ -75,16 +76,8 @@ class Exchange:
     def restart(self) -> None:
         """Reset the counts of forwards and backwards, on which all ranks have agreed."""
         self._n_forwards = self._n_backwards = 0  # synchronized ones
-        self._n_before = 0  # synchronized forwards before the first backward's own
+        self.n_passes = 0
         self._awaited = 0  # the number of the latest backward in which this rank has waited for others
-
-    @property
-    def n_passes(self) -> int:
-        """Number of synchronized forwards, which must be equal on all ranks in every backward.
-
-        Counting starts at the forward of the first backward: before it, one rank alone may inspect its model.
-        """
-        return self._n_forwards - self._n_before
 
     def connect(self) -> connections.Connections:
         """Find gradwire's connections on the process group; raises RuntimeError if it was destroyed."""
@@ -100,6 +93,7 @@ class Exchange:
         """Note that this thread begins a synchronized forward."""
         self._thread = threading.get_ident()
         self._n_forwards += 1
+        self.n_passes += 1
 
     def begin_backward(self, user: object, has_groups: bool) -> None:
         """Note that ``user`` exchanges in the current backward; see `Connections.begin_exchange`.
@@ -108,7 +102,7 @@ class Exchange:
         """
         self.connections.begin_exchange(user, self._thread)
         if self._n_backwards == 0:
-            self._n_before = self._n_forwards - 1
+            self.n_passes = 1
         self._n_backwards += 1
         if has_groups:
             self._counts = {group: collective_counts(group) for group in all_groups()}
@@ -225,6 +219,7 @@ class Backward:
         self.expected_last = bytearray(n_parameters)  # 1 for the only parameter of its bucket whose hook notifies
         self.calls = [0] * n_parameters  # of each parameter's autograd hook, with a static graph
         self.n_launched = 0  # buckets, skipped ones included
+        self.skipped: set[int] = set()  # positions of the buckets that are not reduced: no parameter of them is used
         self.futures: list[Future[Any] | None] = [None] * len(buckets)  # None before the launch, and if not reduced
 
     @property
@@ -380,7 +375,7 @@ class StepTimes:
         self.n_reduced = 0  # buckets that the last backward reduced
         self._device, self._is_gpu = device, device.type == "cuda"
         self._is_timed = False
-        self._marks: dict[str, Mark] = {}
+        self._marks: dict[str, Any] = {}  # nanoseconds, or on a GPU events
         self._unix_times: dict[str, int] = {}
         self._last: dict[str, int] = {}
         self._sums: dict[str, int] = {}
@@ -405,16 +400,22 @@ class StepTimes:
             self._is_timed = False
             self._marks, self._unix_times = {}, {}
             return
-        self._marks[event] = Mark(self._device)
+        if self._is_gpu:
+            now = torch.cuda.Event(enable_timing=True)
+            now.record(torch.cuda.current_stream(self._device))
+            self._marks[event] = now
+        else:
+            self._marks[event] = time.perf_counter_ns()
         self._unix_times[event] = time.time_ns()
 
     def _settle(self) -> None:
         """Compute the durations of a timed iteration once it has ended."""
         end = self._marks.get("backward_comm_time_end")
-        if end is None or (self._is_gpu and is_capturing(self._device)) or not end.is_past():
+        if end is None or (self._is_gpu and (is_capturing(self._device) or not end.query())):
             return
         for name, (first, last) in _DURATIONS.items():
-            self._last[name] = max(0, int(1e6 * self._marks[last].milliseconds_since(self._marks[first])))
+            begin, end = self._marks[first], self._marks[last]
+            self._last[name] = max(0, int(1e6 * begin.elapsed_time(end)) if self._is_gpu else end - begin)
             self._sums[name] = self._sums.get(name, 0) + self._last[name]
         self._n_timed += 1
         self._is_timed = False

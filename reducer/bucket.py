@@ -9,10 +9,10 @@ from itertools import compress
 from operator import attrgetter, is_not
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.compress import Gradients
+from gradwire.hooks import _bucket as hooks
 from gradwire.kernels import Fitting, SegmentTable, flatten, gradient_layout, unflatten
 from gradwire.reducer import errors, torch_internals
 
@@ -34,33 +34,29 @@ class BucketSpec:
     model_parameters: Sequence[Tensor] = ()  # all parameters that the reducer averages
 
 
-class BucketBase:
+class BucketBase(hooks.Bucket):
     """The base class of dense and sparse buckets, with the part of ``torch.distributed.GradBucket`` that both have."""
 
     def __init__(self, spec: BucketSpec) -> None:
         self._spec = spec
-        self._index = spec.index
         self._parameters = spec.parameters
         self._names = spec.names
         self.members = spec.members
-        self.device = spec.parameters[0].device
-        self.process_group: dist.ProcessGroup | None = None  # the ranks to average over; set by the reducer
-        # With a user's hook, which may have process groups of its own: `Exchange.note_use`; set by the reducer.
-        self.note_use: Callable[[object, dist.ProcessGroup], None] | None = None
-        self.model_number = 0  # `Exchange.number`; set by the reducer
-        self.n_passes = 0  # `Exchange.n_passes`; set by the reducer, not on a rank that has joined
+        # For hooks; the reducer sets the others in each launch.
+        self.position, self.is_final = spec.index, spec.is_last
+        self.device, self.dtype = spec.parameters[0].device, spec.parameters[0].dtype.to_real()
+        self.names = tuple(map(hooks.plain_name, spec.names))
         self.model_parameters = spec.model_parameters
         self.divisor = 1  # of a sum over ranks: the world size, or in `join` the number of ranks with inputs left
-        self.is_last_launched = spec.is_last  # whether no bucket after it is launched in this backward
         self.stand_ins: list[int] = []  # positions of the parameters without a gradient on this rank in this backward
 
     def index(self) -> int:
         """Position in the order of launch."""
-        return self._index
+        return self.position
 
     def is_last(self) -> bool:
         """Whether this is the last bucket that is launched in this backward."""
-        return self.is_last_launched
+        return self.is_final
 
     def parameters(self) -> list[Tensor]:
         """The parameters, in the order of their gradients in the buffer."""
@@ -91,6 +87,7 @@ class DenseBucket(BucketBase):
         super().__init__(spec)
         layouts = [gradient_layout(tensor) for tensor in like or self._parameters]
         self._table = SegmentTable(layouts)
+        self.dtype = self._table.dtype
         self._strides = [layout.stride() for layout in layouts]
         self._frees_buffer = frees_buffer and not as_view
         self._buffer: Tensor | None = None
@@ -137,16 +134,21 @@ class DenseBucket(BucketBase):
             raise ValueError(
                 f"The new buffer has shape {tuple(buffer.shape)}; expected ({self._table.numel},), as the old one."
             )
-        self._replaced = buffer
+        self._replaced, self.dtype = buffer, buffer.dtype
         self.zero_copy = False
 
-    def source(self) -> Gradients:
-        """The gradients, where they are in memory (zero-copy)."""
-        return self._flat if self._is_in_buffer() else Gradients(self._grads, self._table)
+    def work(self, tables: hooks.Tables, layout: SegmentTable | None = None) -> hooks.BucketWork:
+        """The gradients and the destination of the result, as hooks use them; see `gradwire.hooks._bucket.Bucket`.
 
-    def target(self) -> Gradients:
-        """The destination of the result: the gradients themselves, or the buffer that they will be views of."""
-        return self._flat if self.as_view else Gradients(self._grads, self._table)
+        With zero-copy, these are the gradients themselves, or the buffer that they will be views of.
+        """
+        if not self.zero_copy:
+            return super().work(tables, layout)
+        source = target = Gradients(self._grads, self._table)
+        if self.as_view:
+            target = self._flat
+            source = target if self._is_in_buffer() else source
+        return hooks.BucketWork(source, target, target.tensors[0])
 
     def empty_buffer(self) -> Tensor:
         """The flat buffer, for a hook to write the mean into, in place of `target`; its values are undefined."""
@@ -217,7 +219,7 @@ class DenseBucket(BucketBase):
             grads.append(grad.detach() if grad.requires_grad else grad)
         self.stand_ins, self._scale = list(unused), 1.0
         self._grads = Fitting(grads, self._table)
-        self._is_flat, self._replaced, self.zero_copy = False, None, zero_copy
+        self._is_flat, self._replaced, self.zero_copy, self.dtype = False, None, zero_copy, self._table.dtype
         if self.as_view:
             self._kept = {i: grads[i].clone() for i in unused}
             views = self._buffer_views
@@ -254,16 +256,15 @@ class DenseBucket(BucketBase):
         ValueError otherwise. ``used`` says for each of `stand_ins` whether any rank has a gradient; if not,
         ``take_back`` is called.
         """
-        target = self.target()
-        first = target.tensors[0]
-        if result.data_ptr() != first.data_ptr() or result.numel() != first.numel():
+        target, table = (self._flat.tensors, self._flat.table) if self.as_view else (self._grads, self._table)
+        if result.data_ptr() != target[0].data_ptr() or result.numel() != target[0].numel():
             if result.numel() != self._table.numel:
                 raise ValueError(
-                    errors.RESULT_MISFIT.format(index=self._index, numel=result.numel(), expected=self._table.numel)
+                    errors.RESULT_MISFIT.format(index=self.position, numel=result.numel(), expected=self._table.numel)
                 )
-            unflatten(result.reshape(-1), target.tensors, table=target.table)
+            unflatten(result.reshape(-1), target, table=table)
         if scale != 1:
-            torch._foreach_mul_(list(target.tensors), scale)
+            torch._foreach_mul_(list(target), scale)
             self._scale = scale
         dropped = [i for i in self.stand_ins if not used[i]] if self.stand_ins else []
         for i in dropped:
@@ -296,7 +297,7 @@ class DenseBucket(BucketBase):
 
     def give_back(self, result: Tensor, take_back: TakeBack) -> None:
         """Call ``take_back`` with the finite gradients of a discarded result, which `finish` may have written."""
-        first = self.target().tensors[0]
+        first = self._flat.tensors[0] if self.as_view else self._grads[0]
         is_in_target = result.data_ptr() == first.data_ptr() and result.numel() == first.numel()
         scale = self._scale if is_in_target else 1.0
         results = self._grads if is_in_target and not self.as_view else self._views(result.reshape(-1))
@@ -326,6 +327,8 @@ class DenseBucket(BucketBase):
 
 class SparseBucket(BucketBase):
     """The sparse gradient of one parameter, with the interface of ``torch.distributed.GradBucket``."""
+
+    is_sparse = True
 
     def __init__(self, spec: BucketSpec, sets_gradient: bool = False) -> None:
         super().__init__(spec)

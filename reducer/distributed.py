@@ -3,19 +3,38 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import Any
+import sys
+import threading
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
+from gradwire.comm import GroupTransport
+from gradwire.comm.connections import connections_of
+from gradwire.comm.torch_internals import queue_callback
 from gradwire.compress._validation import check_whole_number
+from gradwire.hooks import default_hooks
+from gradwire.hooks.hook_state import HookState
 from gradwire.reducer import errors, torch_internals
-from gradwire.reducer.adapted_ddp import AdaptedDDP
-from gradwire.reducer.mixed_precision import check_config
-from gradwire.reducer.model_sync import resynchronize
-from gradwire.reducer.parameters import check_no_wrapper_inside
+from gradwire.reducer.backward import Exchange
+from gradwire.reducer.bucketing import BucketOptions
+from gradwire.reducer.drift import DriftCheck
+from gradwire.reducer.logger import Logger
+from gradwire.reducer.mixed_precision import check_config, remove_copy_hooks, restore_parameters
+from gradwire.reducer.model_sync import JoinedRank, begin_together, broadcast_coalesced, resynchronize, verify_model
+from gradwire.reducer.parameters import (
+    DelayedGradients,
+    ModelWatch,
+    check_no_wrapper_inside,
+    check_not_nested,
+    find_sharing_wrappers,
+)
+from gradwire.reducer.reducer import BucketHook, Reducer, default_reduction
 
 # PyTorch's arguments and their defaults.
 _DEFAULTS = {
@@ -35,7 +54,7 @@ _OWN = {
 }
 
 
-class DistributedDataParallel(AdaptedDDP):
+class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     """Data-parallel training: averages gradients over ranks during the backward pass.
 
     A drop-in subclass of ``torch.nn.parallel.DistributedDataParallel``, with the same arguments. Without a
@@ -95,6 +114,18 @@ class DistributedDataParallel(AdaptedDDP):
         >>> model = gradwire.DistributedDataParallel(model)
         >>> model.register_comm_hook(QuantizationState(wire="int4"), quantization_hook)
     """
+
+    reducer: Reducer  # type: ignore[assignment]
+    _delay_grad_buffer: Tensor
+    logger: Logger
+
+    # Set by the constructor of gradwire's class before PyTorch's.
+    _has_default_bucket_size: bool
+    _syncs_at_init: bool
+    _syncs_buffers_at_init: bool
+    _options_at_init: dict[str, Any]  # options that must be equal on all ranks
+    lazy_bucket_allocation: bool
+    check_every: int | None
 
     def __init__(
         self,
@@ -245,3 +276,298 @@ class DistributedDataParallel(AdaptedDDP):
         delayed = set(self._delay_all_reduce_params)
         parameters = self._parameters_in_use() | {n: p for n, p in self.module.named_parameters() if p in delayed}
         resynchronize(self.reducer, parameters, buffers, from_rank, self.broadcast_bucket_size)
+
+    # The private methods of PyTorch's class that behave differently with gradwire's reducer.
+
+    def _ddp_init_helper(
+        self,
+        parameters: list[Tensor],
+        expect_sparse_gradient: list[bool],
+        param_to_name_mapping: dict[int, str],
+        static_graph: bool,
+    ) -> None:
+        """Create gradwire's reducer and logger instead of PyTorch's; called by the constructor and by unpickling."""
+        if self._syncs_at_init:
+            self._syncs_at_init = False
+            _verify_model(self, parameters)
+            with torch.no_grad():
+                broadcast_coalesced(
+                    self._module_states(), GroupTransport(self.process_group), self.broadcast_bucket_size
+                )
+        if self.mixed_precision is not None:
+            for index, parameter in enumerate(parameters):
+                parameter._idx = index  # type: ignore[attr-defined]  # PyTorch's attribute, for `_fire_reducer_autograd_hook`
+        self.reducer = _make_reducer(self, parameters, expect_sparse_gradient, static_graph)
+        self.logger = Logger(self.reducer)
+        has_sync_bn = any(isinstance(part, nn.SyncBatchNorm) for part in self.module.modules())
+        self.logger.set_construction_data_and_log(
+            type(self.module).__name__,
+            [] if self.device_ids is None else self.device_ids,
+            -1 if self.output_device is None else self.output_device,
+            self.broadcast_buffers,
+            has_sync_bn,
+            static_graph,
+        )
+        if has_sync_bn and self.device_type == "cpu":
+            self._log_and_throw(ValueError, "SyncBatchNorm layers only work with GPU modules")
+
+    def _register_delay_all_reduce_hook(
+        self, bucket_cap_mb: float, param_to_hook_all_reduce: Tensor, device_ids: list[int | torch.device] | None
+    ) -> None:
+        """Compare the models before PyTorch's class broadcasts the delayed parameters. Frozen ones are not delayed."""
+        names = {p: name for name, p in self.module.named_parameters()}
+        frozen = {p for p in self._delay_all_reduce_params if not p.requires_grad}
+        self.parameters_to_ignore -= {names[p] for p in frozen}
+        self._delay_all_reduce_params = [p for p in self._delay_all_reduce_params if p not in frozen]
+        parameters, _ = self._build_params_for_reducer()
+        if self._syncs_at_init:
+            _verify_model(self, parameters, param_to_hook_all_reduce)
+        # PyTorch's class takes this size for one in bytes, and no ``device_ids`` for the CPU.
+        nbytes, devices = int(bucket_cap_mb * 2**20), device_ids or [parameters[0].device]
+        super()._register_delay_all_reduce_hook(nbytes, param_to_hook_all_reduce, devices)  # type: ignore[no-untyped-call]
+        buffer = self._delay_grad_buffer
+        for p in self._delay_all_reduce_params:
+            if (p.dtype, p.device) != (buffer.dtype, buffer.device):
+                self._log_and_throw(ValueError, errors.CANNOT_DELAY.format(name=names[p], parameter=p, buffer=buffer))
+
+    def _delayed_all_reduce_hook(self, grad: Tensor) -> None:
+        """Do nothing: the reducer averages the delayed gradients at the end of the backward, once all are ready."""
+
+    def _build_params_for_reducer(self) -> tuple[list[Tensor], list[bool]]:
+        """Leave out ignored and delayed parameters, also those of the module itself: PyTorch's name of such a parameter
+        begins with a dot.
+        """
+        self.parameters_to_ignore |= {f".{name}" for name in self.parameters_to_ignore if "." not in name}
+        parameters: tuple[list[Tensor], list[bool]] = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
+        return parameters
+
+    def _parameters_in_use(self) -> dict[str, Tensor]:
+        return {name: p for name, p in self.module.named_parameters() if name not in self.parameters_to_ignore}
+
+    def _buffers_in_use(self) -> dict[str, Tensor]:
+        return {name: b for name, b in self.module.named_buffers() if name not in self.parameters_to_ignore}
+
+    def _module_states(self) -> list[Tensor]:
+        """The parameters, including frozen ones, and buffers that rank 0 broadcasts at construction."""
+        buffers = self._buffers_in_use() if self._syncs_buffers_at_init else {}
+        return [tensor.detach() for tensor in (*self._parameters_in_use().values(), *buffers.values())]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        # PyTorch's class drops the hook when unpickling; a copy must keep it to train as the original does.
+        for hook, hook_state in self._comm_hooks:
+            self._install_comm_hook(hook_state, hook)
+
+    def _install_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        if isinstance(state, HookState):
+            state.bind(self.module)
+        self.reducer.register_comm_hook(state, hook)
+
+    def _register_builtin_comm_hook(self, comm_hook_type: torch_internals.BuiltinCommHookType) -> None:
+        hooks = {
+            torch_internals.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
+            torch_internals.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
+        }
+        if self._comm_hooks:
+            self._log_and_throw(RuntimeError, errors.BUILTIN_HOOK_REGISTERED_TWICE)
+        self.register_comm_hook(self.process_group, hooks[comm_hook_type])
+        self.logger._set_comm_hook_name(str(comm_hook_type))
+
+    @torch_internals.not_compiled
+    def _distributed_broadcast_coalesced(
+        self, tensors: list[Tensor], buffer_size: int, authoritative_rank: int = 0
+    ) -> None:
+        """Broadcast buffers before a forward, on a transport used for nothing else."""
+        with self.reducer.leaving("the broadcast of buffers"):
+            exchange = self.reducer.exchange
+            connections = exchange.connect()
+            connections.begin_exchange(self, threading.get_ident())
+            transport = connections.transport("forward", exchange.device)
+            broadcast_coalesced(tensors, transport, buffer_size, authoritative_rank, exchange.announce_forward)
+            connections.end_exchange(self)
+
+    def _delay_reduction(self, _: Tensor) -> None:
+        """Reduce at the end of the first backward of a static graph, which begins now."""
+        if not self._static_graph_delay_allreduce_enqueued:
+            self._static_graph_delay_allreduce_enqueued = True
+            queue_callback(self.reducer._delay_all_reduce)
+
+    def _check_comm_hook(self, hook: Callable[..., Any]) -> None:
+        try:
+            errors.check_comm_hook(hook)
+        except (TypeError, ValueError) as error:
+            self._log_and_throw(type(error), str(error))
+
+    def _log_and_throw(self, err_type: type[Exception], err_msg: str) -> NoReturn:
+        if self.logger is not None:
+            self.logger.set_error_and_log(f"{err_type}: {err_msg}")
+        raise err_type(err_msg)
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        return self.logger._get_ddp_logging_data()
+
+    def _setup_in_backward_optimizers(self) -> None:
+        """Let the reducer step the optimizers in backward: their own hooks run before the reduction."""
+        parameters = [*self._module_parameters, *self._delay_all_reduce_params]
+        if not any(hasattr(parameter, "_in_backward_optimizers") for parameter in parameters):
+            return
+        handles = torch_internals.optimizer_hooks()
+        for parameter in parameters:
+            for handle in handles.get(parameter, []):
+                handle.remove()
+        self.reducer._set_optimizer_in_backward()
+
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        check_not_nested(self)
+        find_sharing_wrappers(self)
+        with self._apart() if self._evaluates_in_join() else nullcontext():
+            result = super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        drift = self.reducer.drift
+        if drift is not None and torch.is_grad_enabled() and self._broadcasts_buffers():
+            drift.after_broadcast(self._buffers_in_use())
+        if torch.is_grad_enabled() and self.require_backward_grad_sync:
+            self.reducer.forward_is_running = True
+        return result
+
+    def _broadcasts_buffers(self) -> bool:
+        return not hasattr(self, "buffer_hook") and bool(self.will_sync_module_buffers())  # type: ignore[no-untyped-call]
+
+    def _evaluates_in_join(self) -> bool:
+        return self._join_config.enable and not torch.is_grad_enabled()
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """Exchange nothing meanwhile: a rank that has joined takes no part in an evaluation."""
+        before = self._join_config, self.require_forward_param_sync
+        self._join_config, self.require_forward_param_sync = self._join_config._replace(enable=False), False
+        try:
+            yield
+        finally:
+            self._join_config, self.require_forward_param_sync = before
+
+    def _post_forward(self, output: Any) -> Any:
+        if self.mixed_precision is not None and not torch.is_grad_enabled():
+            restore_parameters(self.module.parameters())
+        # PyTorch's class asks for `_delay_all_reduce` once; a backward in no_sync, or one that fails, does not count.
+        if self.static_graph and self.reducer.static_calls is None:
+            self._static_graph_delay_allreduce_enqueued = False
+            for tensor in torch_internals.tensors_in(output):  # PyTorch's search skips dataclasses
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(self._delay_reduction)
+        with self._apart() if self._evaluates_in_join() else nullcontext():
+            output = super()._post_forward(output)  # type: ignore[no-untyped-call]
+        if torch.is_grad_enabled() and self.require_backward_grad_sync:
+            self.reducer.watch_outputs(output)
+        else:
+            self.reducer.wait_for_post_backward_futures()
+        return output
+
+    # Mixed precision.
+
+    def _fire_reducer_autograd_hook(self, idx: int, *_: Any) -> None:
+        self.reducer._autograd_hooks.record(idx)  # the index of a parameter's copy
+
+    def _module_wait_for_copy_hook(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        """Before a module computes with copies of its parameters: wait for them, and set hooks on their gradients."""
+        if torch.is_grad_enabled():
+            if self._submodule_to_event[module]:
+                remove_copy_hooks(module.parameters(recurse=False))
+            super()._module_wait_for_copy_hook(module, *args, **kwargs)
+            return
+        for event in self._submodule_to_event.pop(module, ()):
+            event.wait(stream=torch.accelerator.current_stream())
+
+    def join_hook(self, **kwargs: Any) -> Any:
+        """The hook for `torch.distributed.algorithms.Join`; raises with mixed precision."""
+        if self.mixed_precision is not None:
+            raise NotImplementedError(errors.JOIN_WITH_MIXED_PRECISION)
+        self.logger._set_uneven_input_join()
+        self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
+        return JoinedRank(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.mixed_precision is not None:
+            raise NotImplementedError(errors.COPY_WITH_MIXED_PRECISION)
+        if any(hasattr(parameter, "_in_backward_optimizers") for parameter in self.module.parameters()):
+            raise NotImplementedError(errors.COPY_WITH_OPTIMIZERS)
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        return state
+
+
+def _bucket_limits(ddp: DistributedDataParallel, static_graph: bool) -> tuple[list[int], list[int]]:
+    """Sizes in bytes of the buckets of the first backward, and of the rebuilt ones; the last one repeats."""
+    caps = list(getattr(ddp, "bucket_bytes_cap_list", []))
+    first = torch_internals.DEFAULT_FIRST_BUCKET_BYTES if ddp.bucket_bytes_cap_default else ddp.bucket_bytes_cap
+    rebuilt = caps or [first, ddp.bucket_bytes_cap]
+    # As in PyTorch: one bucket for a first backward that is followed by a rebuild.
+    is_rebuilt = static_graph or not ddp.find_unused_parameters
+    return caps or ([sys.maxsize] if is_rebuilt else rebuilt), rebuilt
+
+
+def _make_reducer(
+    ddp: DistributedDataParallel, parameters: list[Tensor], sparse: list[bool], static_graph: bool
+) -> Reducer:
+    names = {parameter: name for name, parameter in ddp.module.named_parameters()}
+    first_limits, rebuilt_limits = _bucket_limits(ddp, static_graph)
+    options = BucketOptions(
+        parameters=parameters,
+        names=[names[parameter] for parameter in parameters],
+        sparse=sparse,
+        first_limits=first_limits,
+        rebuilt_limits=rebuilt_limits,
+        hook_may_choose=ddp._has_default_bucket_size,
+        gradient_as_bucket_view=ddp.gradient_as_bucket_view and ddp.mixed_precision is None,
+        frees_buffers=ddp.lazy_bucket_allocation,
+    )
+    exchange = Exchange(ddp.process_group, parameters[0].device)
+    reducer = Reducer(
+        exchange,
+        BucketHook(default_reduction, exchange, is_zero_copy=exchange.has_streams),
+        options,
+        find_unused_parameters=ddp.find_unused_parameters,
+        skip_unused=ddp.skip_all_reduce_unused_params,
+    )
+    reducer.watch = ModelWatch(ddp.module, parameters, ddp.parameters_to_ignore)
+    if ddp.check_every is not None:
+        compared = partial(
+            _compared_parameters, ddp.module, ddp.parameters_to_ignore, set(ddp._delay_all_reduce_params)
+        )
+        reducer.drift = DriftCheck(ddp.check_every, compared)
+    if ddp._delay_all_reduce_params:
+        reducer.delayed = DelayedGradients(ddp._delay_all_reduce_params, ddp._delay_grad_buffer)
+    reducer.is_finalized_by_caller = vars(ddp).get("_require_manual_backward_finalization", False)
+    return reducer
+
+
+def _compared_parameters(module: nn.Module, ignored: Collection[str], delayed: Collection[Tensor]) -> dict[str, Tensor]:
+    """The parameters that all ranks have equal, frozen ones included; with mixed precision, not their copies."""
+    return {
+        f"parameter {name}": getattr(parameter, "_fp_param", parameter)
+        for name, parameter in module.named_parameters()
+        if name not in ignored or parameter in delayed
+    }
+
+
+def _verify_model(
+    ddp: DistributedDataParallel, parameters: list[Tensor], param_to_hook_all_reduce: Tensor | None = None
+) -> None:
+    """Raise unless all ranks have the same model and options, as far as their collectives depend on them.
+
+    They do not depend on ``gradient_as_bucket_view``, nor on the sizes of rebuilt buckets, which rank 0 broadcasts.
+    """
+    begin_together(connections_of(ddp.process_group))
+    names = {parameter: name for name, parameter in ddp.module.named_parameters()}
+    buffers = ddp._buffers_in_use() if ddp._syncs_buffers_at_init or ddp.broadcast_buffers else {}
+    limits, _ = _bucket_limits(ddp, ddp._options_at_init["static_graph"])
+    frozen = {name: p for name, p in ddp._parameters_in_use().items() if not p.requires_grad}
+    options = {
+        **ddp._options_at_init,
+        "bucket_cap_mb, first buckets (bytes)": limits,
+        "forward_sync_buffers": bool(buffers) and ddp.broadcast_buffers,
+        "buffers broadcast at construction": bool(buffers) and ddp._syncs_buffers_at_init,
+        "delay_all_reduce_named_params": [(names.get(p), tuple(p.shape)) for p in ddp._delay_all_reduce_params],
+        "param_to_hook_all_reduce": names.get(param_to_hook_all_reduce),
+    }
+    states = {f"frozen parameter {name}": p for name, p in frozen.items()}
+    states |= {f"buffer {name}": buffer for name, buffer in buffers.items()}
+    verify_model({names[p]: p for p in parameters}, states, options, ddp.process_group, ddp.device)

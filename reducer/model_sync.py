@@ -26,7 +26,7 @@ from gradwire.hooks._handshake import digest
 from gradwire.hooks.hook_state import HookState, share_hook_state
 from gradwire.reducer import torch_internals
 from gradwire.reducer.backward import Exchange
-from gradwire.reducer.ddp_interface import DDPReducer
+from gradwire.reducer.reducer import Reducer
 
 MAX_BROADCASTS_IN_FLIGHT = 2  # one message is sent while the next is packed
 CALL = "resynchronize()"
@@ -116,7 +116,7 @@ def _unpack(
 
 
 def resynchronize(
-    reducer: DDPReducer, parameters: Mapping[str, Tensor], buffers: Sequence[Tensor], from_rank: int | None, limit: int
+    reducer: Reducer, parameters: Mapping[str, Tensor], buffers: Sequence[Tensor], from_rank: int | None, limit: int
 ) -> None:
     """Replace the connections, restart the reducer, and share one rank's state:
     `DistributedDataParallel.resynchronize`.
@@ -162,7 +162,7 @@ def resynchronize(
                 _share_states_in_hook(reducer.exchange, groups[name], [one["states"] for one in facts], source)
 
 
-def _group_facts(reducer: DDPReducer, group: dist.ProcessGroup) -> dict[str, Any]:
+def _group_facts(reducer: Reducer, group: dist.ProcessGroup) -> dict[str, Any]:
     """Facts about a process group that `resynchronize` compares between ranks."""
     exchange, connections = reducer.exchange, existing_connections(group)
     return {

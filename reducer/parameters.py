@@ -198,7 +198,7 @@ class ModelWatch:
 
 def find_sharing_wrappers(wrapper: Any) -> None:
     """Before its first forward, find the live wrappers that share parameters with ``wrapper``; see
-    `DDPReducer.share`.
+    `Reducer.share`.
     """
     if wrapper not in _have_run_forward:
         _have_run_forward.add(wrapper)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
 from typing import Any, NamedTuple, NoReturn, cast
@@ -16,16 +16,25 @@ from torch import Tensor
 from torch.futures import Future
 
 from gradwire.comm.connections import ADVICE
-from gradwire.comm.torch_internals import profiler_range, queue_callback
+from gradwire.comm.torch_internals import NO_BACKWARD, current_backward, profiler_range, queue_callback
 from gradwire.comm.transport import clear_frames, wait_for
 from gradwire.compress import Step, cast_all_reduce
-from gradwire.hooks._bucket import reduce_bucket
+from gradwire.hooks._bucket import is_gradwire_hook, is_zero_copy, reduce_bucket
+from gradwire.hooks.hook_state import HookState, check_pairing, in_group
 from gradwire.reducer import errors, torch_internals
 from gradwire.reducer.backward import AutogradHooks, Backward, Exchange, Phase, StepTimes
 from gradwire.reducer.bucket import Bucket, DenseBucket, TakeBack
-from gradwire.reducer.bucketing import Assignment, BucketOptions, assign_first_buckets, make_buckets
+from gradwire.reducer.bucketing import (
+    Assignment,
+    BucketOptions,
+    assign_first_buckets,
+    make_buckets,
+    rebuild_buckets,
+    rebuilt_limits,
+)
 from gradwire.reducer.drift import DriftCheck
-from gradwire.reducer.parameters import UsedParameters
+from gradwire.reducer.mixed_precision import restore_parameters
+from gradwire.reducer.parameters import DelayedGradients, ModelWatch, UsedParameters, find_unused
 
 
 class BucketHook(NamedTuple):
@@ -44,7 +53,7 @@ class Reducer:
 
     One backward goes through these phases, which the methods below follow in order:
 
-    1. `DDPReducer.prepare_for_backward`, after a forward that will be synchronized, creates a `Backward`: every bucket
+    1. `prepare_for_backward`, after a forward that will be synchronized, creates a `Backward`: every bucket
        waits for all its gradients. With ``find_unused_parameters``, a walk of the graph finds those that will not come.
     2. `_on_gradients`, called by `AutogradHooks` when autograd has completed gradients, marks them ready.
     3. `_launch`, once a bucket is complete and all buckets before it are launched: the hook gets the bucket and returns
@@ -54,11 +63,11 @@ class Reducer:
 
     With a static graph, the first backward only counts the calls of each parameter's autograd hook, and all buckets are
     reduced at its end; later, a gradient is ready after as many calls. After the first synchronized backward,
-    `DDPReducer._rebuild_buckets` sorts the parameters by the order in which their gradients became ready on rank 0.
+    `_rebuild_buckets` sorts the parameters by the order in which their gradients became ready on rank 0.
 
     A further backward of a synchronized forward, such as the second of two forwards and two backwards, adds its
     gradients to the means. At its end, once all ranks have agreed that they are in it, all buckets are reduced again.
-    `_on_output` notices it: the hook of an output of a synchronized forward runs, and no reduction is prepared.
+    `_make_output_hook` notices it: the hook of an output of a synchronized forward runs, and no reduction is prepared.
 
     A step that fails is discarded: this rank leaves the exchange, see `Exchange`.
 
@@ -106,12 +115,18 @@ class Reducer:
         # The parameters that other wrappers reduce too, by index.
         self._shared_with: weakref.WeakKeyDictionary[object, list[int]] = weakref.WeakKeyDictionary()
         self._autograd_hooks = AutogradHooks(self.parameters, self._on_gradients)
-        self._output_hook = _make_output_hook(weakref.WeakMethod(self._on_output))
+        self._output_hook = _make_output_hook(weakref.ref(self))
+        self.watch: ModelWatch | None = None
+        self.delayed: DelayedGradients | None = None
+        self.has_rebuilt_buckets = False
+        self._has_reduced = False  # whether this rank has taken part in a reduction
+        self._graph_seems_static = True  # whether `_unused` has never changed
+        self.bucket_limits: Sequence[int] = ()  # sizes in bytes of the rebuilt buckets; the last one repeats
         self._set_buckets(assign_first_buckets(options))
 
     def _set_buckets(self, assignment: Assignment) -> None:
         self.buckets = make_buckets(self.options, assignment, self._upcast_stream)
-        self._bucket_of = {i: bucket.index() for bucket in self.buckets for i in bucket.members}
+        self._bucket_of = {i: bucket.position for bucket in self.buckets for i in bucket.members}
         self._begin(Phase.DONE)
 
     def _begin(self, phase: Phase) -> None:
@@ -187,7 +202,7 @@ class Reducer:
         with self._lock:
             self._incoming = incoming
             while hooks.recorded:
-                taken = hooks.recorded[:]
+                taken, ready = hooks.recorded[:], []
                 del hooks.recorded[: len(taken)]  # other threads may append meanwhile
                 for index in taken:
                     if self._backward.phase is Phase.DONE and self._is_through_outputs:
@@ -203,13 +218,18 @@ class Reducer:
                     if backward.phase is Phase.PREPARED:
                         self._begin_reduction(index)
                     backward.ready_order.append(index)
-                    self._mark_ready(index)
+                    ready.append(index)
+                if not ready:
+                    continue
+                backward = self._backward
+                self._mark_ready(ready)
+                for index in ready:
                     if backward.expected_last[index]:
                         other = hooks.expect_one(buckets[self._bucket_of[index]].members, backward.ready)
                         if other is not None:
                             backward.expected_last[other] = 1
-                    if backward.n_launched == len(buckets) and not self.is_finalized_by_caller:
-                        queue_callback(self._finalize)
+                if backward.n_launched == len(buckets) and not self.is_finalized_by_caller:
+                    queue_callback(self._finalize)
             self._incoming = None
 
     def _is_last_call(self, index: int) -> bool:
@@ -225,12 +245,6 @@ class Reducer:
             self._fail(f"{message}\n{self._unfinished()}")  # in PyTorch the next forward raises it
             raise RuntimeError(f"{message}\n{ADVICE}")
         return calls[index] == expected
-
-    def _on_output(self) -> None:
-        """A backward runs through an output of a synchronized forward."""
-        if self._backward.phase is Phase.DONE and not self._is_through_outputs:
-            self._is_through_outputs = True
-            queue_callback(self._end_of_further_backward)
 
     def _begin_again(self) -> None:
         """The first gradient of a further backward has come in."""
@@ -251,8 +265,7 @@ class Reducer:
         """Reduce all buckets at the end of a backward."""
         self._start_exchange()
         with self._lock:
-            for index in range(len(self.parameters)):
-                self._mark_ready(index)
+            self._mark_ready(range(len(self.parameters)))
         if not self.is_finalized_by_caller:
             self._finalize()
 
@@ -261,8 +274,8 @@ class Reducer:
         self._start_exchange()
         self.times.record("backward_compute_time_start")
         self._autograd_hooks.defer(self._backward.deferrable(self.buckets, first, self._unused, self.static_calls))
-        for index in self._unused:
-            self._mark_ready(index)
+        if self._unused:
+            self._mark_ready(self._unused)
 
     def _start_exchange(self) -> None:
         try:
@@ -282,32 +295,27 @@ class Reducer:
             self._leave_after(error, "the backward pass")
             raise
         self._backward.phase = Phase.REDUCING
-        if self._skips:
-            launched = [bucket for bucket in self.buckets if not self._is_skipped(bucket)]
+        if self.skip_unused and self._live_ranks is None:  # a rank that has joined cannot know what is unused
+            unused = set() if self._backward.is_again else set(self._unused)
+            self._backward.skipped = {bucket.position for bucket in self.buckets if unused.issuperset(bucket.members)}
+            last = max({bucket.position for bucket in self.buckets} - self._backward.skipped, default=None)
             for bucket in self.buckets:
-                bucket.is_last_launched = bucket in launched[-1:]
+                bucket.is_final = bucket.position == last
 
-    def _is_skipped(self, bucket: Bucket) -> bool:
-        return self._skips and not self._backward.is_again and set(bucket.members) <= set(self._unused)
-
-    @property
-    def _skips(self) -> bool:
-        return self.skip_unused and self._live_ranks is None  # a rank that has joined cannot know what is unused
-
-    def _mark_ready(self, index: int) -> None:
-        """Mark a gradient ready, and launch the buckets that are complete now."""
-        backward, buckets = self._backward, self.buckets
-        if backward.ready[index]:
-            name = errors.as_pytorch_names(self.options.names[index])
-            self._fail_and_raise(errors.MARKED_TWICE.format(index=index, name=name))
-        backward.ready[index] = 1
-        n_pending = backward.n_pending
-        n_pending[self._bucket_of[index]] -= 1
+    def _mark_ready(self, indices: Iterable[int]) -> None:
+        """Mark gradients ready, and launch the buckets that are complete now."""
+        backward, buckets, n_pending = self._backward, self.buckets, self._backward.n_pending
+        for index in indices:
+            if backward.ready[index]:
+                name = errors.as_pytorch_names(self.options.names[index])
+                self._fail_and_raise(errors.MARKED_TWICE.format(index=index, name=name))
+            backward.ready[index] = 1
+            n_pending[self._bucket_of[index]] -= 1
         while backward.n_launched < len(buckets) and n_pending[backward.n_launched] == 0:
             bucket = buckets[backward.n_launched]
             if bucket is buckets[-1]:
                 self.times.record("backward_compute_time_end")
-            if not self._is_skipped(bucket):
+            if bucket.position not in backward.skipped:
                 self._launch(bucket)
             backward.n_launched += 1
             if backward.may_leave_out and backward.n_launched == len(buckets):
@@ -332,10 +340,7 @@ class Reducer:
             if torch.is_grad_enabled():
                 warnings.warn(errors.CREATE_GRAPH, stacklevel=2)
             with profiler_range(f"gradwire::launch bucket {index}"), torch.no_grad():
-                bucket.process_group, bucket.n_passes = self.exchange.process_group, self.exchange.n_passes
-                bucket.model_number = self.exchange.number
-                bucket.note_use = self.exchange.note_use if self.hook.has_groups else None
-                bucket.divisor = self._divisor
+                bucket.divisor, bucket.n_passes = self._divisor, self.exchange.n_passes
                 is_used = self._used.local
                 may_leave_out = self._backward.may_leave_out
                 unused = [k for k, i in enumerate(bucket.members) if not is_used[i]] if may_leave_out else []
@@ -351,12 +356,21 @@ class Reducer:
             raise
 
     def _run_comm_hook(self, bucket: Bucket) -> Future[Tensor]:
-        return self.hook.function(self.hook.state, bucket)
+        exchange, hook = self.exchange, self.hook
+        bucket.process_group, bucket.model_number = exchange.process_group, exchange.number
+        bucket.note_use = exchange.note_use if hook.has_groups else None
+        return hook.function(hook.state, bucket)
 
     # Phase 4: results become gradients.
 
     def _finalize(self) -> None:
-        """Wait for the results, in the order of the buckets, and write them into the gradients."""
+        """Wait for the results, in the order of the buckets, and write them into the gradients.
+
+        The gradients of delayed parameters are averaged while the buckets are in flight.
+        """
+        if self.delayed is not None:
+            with self.leaving("the all-reduce of the delayed parameters"), torch.no_grad():
+                self._all_reduce(self.delayed.collect().div_(self._divisor))
         backward, connections = self._backward, self.exchange.connections
         backward.phase = Phase.DONE
         # Hooks divide by the world size, but joined ranks sent zeros: rescale.
@@ -378,7 +392,8 @@ class Reducer:
             self._leave_after(error, "the end of the backward pass")
             raise
         connections.end_exchange(self)
-        self.exchange.note_groups()
+        if self.hook.has_groups:
+            self.exchange.note_groups()
         for bucket in self.buckets:
             bucket.release()
         backward.futures.clear()
@@ -390,6 +405,11 @@ class Reducer:
             self._used = self._used_before
         elif backward.may_leave_out and not self.static_graph:  # with a static graph, found in its first backward
             self._used.clear()
+        if self.delayed is not None and self._runs_optimizers:
+            run_optimizers(self.delayed.parameters)
+        if self._upcast_stream is not None and self.skip_unused:  # PyTorch's hook does not see a skipped bucket
+            restore_parameters(self.parameters)
+        self._count_reduction()
 
     def _finish(self, index: int, bucket: Bucket, scale: float) -> None:
         """Wait for a bucket's result, and write it into its gradients."""
@@ -402,13 +422,304 @@ class Reducer:
             futures[index] = None  # applied: must not return to the error memory if a later bucket fails
             run_optimizers(bucket.parameters())
 
+    # What PyTorch's DistributedDataParallel calls, under its names.
 
-def _make_output_hook(notify: weakref.WeakMethod[Callable[[], None]]) -> Callable[[Tensor], None]:
-    """A hook of a forward's outputs, which must not keep the reducer alive: nothing collects cycles through C++."""
+    def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], Future[Tensor]]) -> None:
+        """Let ``hook(state, bucket)`` reduce every bucket from now on. A hook cannot be replaced."""
+        if self.hook.is_registered:
+            raise RuntimeError(errors.HOOK_REGISTERED_TWICE)
+        check_pairing(state, hook)
+        state = in_group(state, hook, self.exchange.process_group)
+        take_back = state.memory.take_back if isinstance(state, HookState) else None
+        self.hook = BucketHook(hook, state, is_zero_copy(hook), True, not is_gradwire_hook(hook), take_back)
+        self.exchange.has_hook = True
+        if self.hook.has_groups and isinstance(state, HookState):
+            self.exchange.note_use(state, state.process_group or self.exchange.process_group)
+
+    # A forward, and the preparation of its backward.
+
+    @torch_internals.not_compiled
+    def prepare_for_forward(self) -> None:
+        """Count an iteration: the forward of a synchronized backward begins."""
+        connections = self.exchange.connect()
+        connections.check()
+        if self.forward_is_running:
+            self._fail("the forward pass raised an exception")
+            connections.check()
+        self._check_not_cast([0])
+        if self.watch is not None and (name := self.watch.find_unknown()) is not None:
+            self._fail_and_raise(errors.PARAMETER_UNKNOWN.format(name=name))
+        self._is_in_join = False
+        self.exchange.begin_forward()
+        self.times.begin_forward()
+
+    def _check_not_cast(self, indices: Sequence[int]) -> None:
+        """Raise RuntimeError if parameters were cast or moved after the model was wrapped: autograd drops their hooks.
+
+        A cast that was undone shows in the autograd node. To save time, only the nodes of ``indices`` are compared.
+        """
+        if self._upcast_stream is not None:
+            return
+        index: int | None
+        dtypes = [parameter.dtype for parameter in self.parameters]
+        if dtypes != self._dtypes:
+            index = next(i for i, (now, before) in enumerate(zip(dtypes, self._dtypes, strict=True)) if now != before)
+        else:
+            index = self._autograd_hooks.find_lost(indices)
+        if index is not None:
+            self._fail_and_raise(errors.PARAMETER_CAST.format(name=self.options.names[index]))
+
+    @torch_internals.not_compiled
+    def _rebuild_buckets(self) -> bool:
+        """Rebuild the buckets once, in rank 0's order of ready gradients; returns whether that was done. A collective
+        call.
+
+        Never if backwards may leave out different parameters: ranks could not agree on when.
+        """
+        self._check_reducer_finalized()
+        order = self._backward.ready_order
+        may_rebuild = self.static_graph or not self.find_unused_parameters
+        if self.has_rebuilt_buckets or not may_rebuild or not order:
+            return False
+        with self.leaving("the rebuild of the buckets"):
+            limits = self.bucket_limits = rebuilt_limits(self.options, self.hook.state)
+            self._set_buckets(rebuild_buckets(self.options, limits, order + self._unused, self.exchange.transport))
+        self._backward.ready_order = order
+        self.has_rebuilt_buckets = True
+        return True
+
+    @torch_internals.not_compiled
+    def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
+        """Prepare for the backward from ``outputs``; only ``find_unused_parameters`` reads them."""
+        self._check_reducer_finalized()
+        self._begin(Phase.PREPARED)
+        self.forward_is_running = False
+        if self.find_unused_parameters and not self.static_graph:
+            nodes = self._autograd_hooks.nodes
+            if self._upcast_stream is not None:  # with mixed precision, each forward creates new ones
+                nodes = [torch_internals.gradient_node(parameter) for parameter in self.parameters]
+            unused = find_unused(outputs, nodes)
+            self._check_not_cast(unused)
+            if self.times.iterations > 1:
+                self._graph_seems_static &= unused == self._unused
+            self._unused = unused
+        self.times.unused_bytes = sum(self.parameters[i].nbytes for i in self._unused)
+
+    def _check_reducer_finalized(self) -> None:
+        """Raise RuntimeError if the last backward left buckets incomplete."""
+        if self._backward.phase is Phase.AGAIN:
+            self._fail("a further backward pass of a synchronized forward pass raised an exception")
+            self.exchange.connections.check()
+        if self._backward.phase is not Phase.REDUCING:
+            return
+        for index in self._autograd_hooks.recorded:  # parameters of buckets that never became complete
+            self._backward.ready[index] = 1
+        if self._backward.missing:
+            self._fail_and_raise(self._unfinished())
+        if self.is_finalized_by_caller:
+            self._fail_and_raise(errors.NOT_FINALIZED)
+        self._fail("the backward pass raised an exception after all buckets were launched")
+        self.exchange.connections.check()
+
+    @torch_internals.not_compiled
+    def watch_outputs(self, output: object) -> None:
+        """Notice every backward through the tensors in the output of a synchronized forward."""
+        for tensor in torch_internals.tensors_in(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(self._output_hook)
+
+    def share(self, wrapper: object, parameters: Collection[int]) -> None:
+        """Copy the gradients of parameters, by ids, that another living wrapper uses in the same backward, too."""
+        self._shared_with[wrapper] = [i for i, each in enumerate(self.parameters) if id(each) in parameters]
+
+    # The end of a backward that the caller finalizes.
+
+    def set_finalized_by_caller(self, required: bool) -> None:
+        """Choose whether `finalize_backward` ends a backward; see `DistributedDataParallel.finalize_backward`."""
+        if self._backward.phase is Phase.REDUCING:
+            why = "require_manual_backward_finalization changes within a backward pass"
+            self._raise(errors.CANNOT_FINALIZE.format(why=why))
+        self.is_finalized_by_caller = required
+
+    def finalize_backward(self) -> None:
+        """End a backward that has returned; see `DistributedDataParallel.finalize_backward`."""
+        why = None
+        if not self.is_finalized_by_caller:
+            why = "require_manual_backward_finalization is False"
+        elif current_backward() != NO_BACKWARD:
+            why = "a backward pass runs, which may still read gradients"
+        elif self._backward.phase is not Phase.REDUCING or self._backward.n_launched < len(self.buckets):
+            why = "no complete reduction is in flight"
+        if why is not None:
+            self._raise(errors.CANNOT_FINALIZE.format(why=why))
+        self._finalize()
+
+    def _count_reduction(self) -> None:
+        """Ranks rebuild their buckets together, after a reduction from which all but those that have joined, or that
+        count the calls of a static graph late, have an order. In a static graph it is the second one.
+        """
+        backward = self._backward
+        if not backward.ready_order and (self._has_reduced or not self.static_graph):
+            backward.ready_order = [i for i in range(len(self.parameters)) if i not in self._unused]
+        self._has_reduced = True
+
+    # Static graphs.
+
+    def _set_static_graph(self) -> None:
+        """Declare that every backward uses the same parameters as the first one, equally often."""
+        if self.times.iterations > 0:
+            self._raise(errors.STATIC_GRAPH_TOO_LATE.format(iterations=self.times.iterations))
+        self.static_graph = self._may_leave_out = True
+
+    def _delay_all_reduce(self) -> None:
+        """Reduce all buckets at the end of the first backward of a static graph, and keep the counts of its hooks'
+        calls.
+        """
+        if self._backward.phase is Phase.DONE:  # no_sync counts nothing
+            return
+        self.static_calls = self._backward.calls
+        self._unused = [index for index, calls in enumerate(self.static_calls) if calls == 0]
+        self._check_not_cast(self._unused)
+        self._reduce_all()
+
+    def _ddp_graph_static(self) -> bool:
+        """Whether every backward so far has left out the same parameters."""
+        return self._graph_seems_static
+
+    def _get_local_used_map(self) -> Tensor:
+        """The number of ranks that had a gradient for each parameter in the last backward: int32."""
+        return self._used.counts
+
+    def _set_optimizer_in_backward(self) -> None:
+        """Step a parameter's attached optimizers as soon as its gradient is reduced, and clear the gradient."""
+        self._runs_optimizers = True
+
+    def _install_post_backward_futures(self, futures: Sequence[Future[Any]]) -> None:
+        """Wait for these futures, too, at the end of the backward."""
+        self._post_backward_futures += futures
+
+    def wait_for_post_backward_futures(self) -> None:
+        """Wait for them now: no end of a backward will."""
+        futures, self._post_backward_futures = self._post_backward_futures, []
+        for future in futures:
+            future.wait()
+
+    def _remove_autograd_hooks(self) -> None:
+        self._autograd_hooks.remove()
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """After the first iterations, time one in ``sample_rate``."""
+        self.times.sample_rate = sample_rate
+
+    # Mixed precision.
+
+    def _set_mixed_precision_param_dtype(self, dtype: torch.dtype) -> None:
+        """Expect gradients in the dtype of the parameters' copies, whose communication hook is registered already."""
+        self._upcast_stream = self.hook.state.upcast_stream
+        self._autograd_hooks.remove()  # PyTorch's class sets hooks on the copies
+        self._set_buckets([bucket.members for bucket in self.buckets])
+
+    # `join`: a rank without inputs joins the collectives of the others.
+
+    def _set_forward_pass_work_handle(self, work: dist.Work, use_static_world_size: bool) -> None:
+        """Divide by the rank count that ``work`` sums, or by the world size if that is static."""
+        self._live_ranks, self._divides_by_live_ranks = work, not use_static_world_size
+        self._is_in_join = True
+
+    @torch.no_grad()
+    def reduce_zeros(self) -> None:
+        """Take part in a backward of the ranks with inputs left: the same collectives in the same order."""
+        exchange = self.exchange
+        exchange.begin_forward()
+        with self.leaving("a backward pass of the ranks with inputs left"):
+            exchange.begin_backward(self, self.hook.has_groups)
+            buckets: list[Bucket] = [bucket.with_zeros(self.hook.is_zero_copy) for bucket in self.buckets]
+            futures = []
+            for bucket in buckets:
+                bucket.divisor = exchange.process_group.size()
+                futures.append(self._run_comm_hook(bucket))
+            counts = self._used.exchange_none(exchange.transport) if self._may_leave_out else ()
+            unused = {name for name, count in zip(self.options.names, counts, strict=False) if count == 0}
+            if self.delayed is not None:
+                self._all_reduce(torch.zeros_like(self.delayed.buffer))
+            exchange.connections.finish()
+            for bucket, future in zip(buckets, futures, strict=True):
+                value: Any = wait_for(future, exchange.check_in_step)
+                if unused.intersection(bucket.parameter_names()):  # nothing of them is applied on any rank
+                    self._take_back(bucket, value if isinstance(value, Tensor) else value[0], unused)
+        exchange.connections.end_exchange(self)
+        exchange.note_groups()
+        if not self.static_graph:
+            self._used.clear()
+        self._count_reduction()
+
+    def _take_back(self, bucket: Bucket, result: Tensor, names: Collection[str]) -> None:
+        """Return what was sent of these parameters to the hook's error memory."""
+        take_back = self.hook.take_back
+        if take_back is not None and isinstance(bucket, DenseBucket):
+            bucket.give_back(result, lambda name, sent: take_back(name, sent) if name in names else None)
+
+    def _all_reduce(self, tensor: Tensor) -> None:
+        """Sum a tensor over the ranks, in place, and wait for it."""
+        transport = self.exchange.transport
+        (work,) = transport.start(transport.all_reduce(tensor))
+        transport.wait(work, self.exchange.check_in_step)
+
+    def _run_allreduce_hook(self, bucket: Bucket) -> Future[Tensor]:
+        return self.exchange.transport.start_all_reduce(bucket.buffer())
+
+    # Training on a changing set of ranks, and after errors.
+
+    def _reset_state(self) -> None:
+        """Rebuild the buckets after the next backward, and count a static graph's calls again."""
+        self.static_calls = None
+        self._unused = []
+        self._used = UsedParameters(len(self.parameters), self.exchange.device)
+        if self.drift is not None:
+            self.drift.restart()
+        self._forget_forward()
+        self._begin(Phase.DONE)
+        self.has_rebuilt_buckets = self._has_reduced = False
+
+    def leave(self, cause: str) -> None:
+        """Leave the exchange unless this rank has left it. Nothing of this rank is in flight afterwards."""
+        if self.exchange.connect().failure is None:
+            self._fail(cause)
+        if self._upcast_stream is not None:  # the failed backward has left copies in place of the parameters
+            state = self.hook.state
+            restore_parameters(state.ddp_weakref().module.parameters())
+            state.wait_for_stream_enqueued = False
+
+    def restart(self) -> None:
+        """Return to the state after construction, with the first buckets, equal on all ranks."""
+        self._reset_state()
+        self.exchange.restart()
+        self._set_buckets(assign_first_buckets(self.options))
+
+    def _update_process_group(self, process_group: dist.ProcessGroup) -> None:
+        """Average over other ranks from now on, as does a hook's state that had the process group."""
+        state: Any = self.hook.state if self.hook.is_registered else None
+        if state is self.exchange.process_group:
+            self.hook = self.hook._replace(state=process_group)
+        elif getattr(state, "process_group", None) is self.exchange.process_group:
+            state.process_group = process_group
+            if isinstance(state, HookState):
+                state._follows_model = True
+        self.exchange.update_process_group(process_group)
+
+
+def _make_output_hook(reference: weakref.ref[Reducer]) -> Callable[[Tensor], None]:
+    """A hook of a forward's outputs, which notices a further backward of a synchronized forward.
+
+    It must not keep the reducer alive: nothing collects cycles through C++.
+    """
 
     def hook(_: Tensor) -> None:
-        if (method := notify()) is not None:
-            method()
+        reducer = reference()
+        if reducer is None or reducer._backward.phase is not Phase.DONE or reducer._is_through_outputs:
+            return
+        reducer._is_through_outputs = True
+        queue_callback(reducer._end_of_further_backward)
 
     return hook
 
@@ -428,7 +739,7 @@ def default_reduction(exchange: Exchange, bucket: Bucket) -> Future[Tensor]:
         else:
             await cast_all_reduce(step, divisor=bucket.divisor)
 
-    return reduce_bucket(exchange.process_group, cast("Any", bucket), algorithm, "all-reduce", divisor=bucket.divisor)
+    return reduce_bucket(exchange.connections, bucket, algorithm, "all-reduce", divisor=bucket.divisor)
 
 
 def run_optimizers(parameters: Sequence[Tensor]) -> None:

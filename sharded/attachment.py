@@ -133,7 +133,8 @@ class Attachment:
         if saved and not isinstance(self.state, HookState):
             raise NotImplementedError(f"The state is a {type(self.state).__name__}; only a HookState can be sharded.")
         if isinstance(self.state, HookState):
-            memory, entries = self.state.memory, [entry for entry in saved if not isinstance(saved[entry], int)]
+            memory = self.state.memory.declared
+            entries = [entry for entry in saved if not isinstance(saved[entry], int)]
             if not memory and entries:
                 saved = self.state.merge_shards(saved, self._shard_groups())
             for entry in entries if memory else ():
@@ -163,10 +164,10 @@ class Attachment:
             check_elements(f"within[{name!r}]", within[name], within[name].isfinite(), "a finite number")
         if isinstance(self.state, HookState):
             state = self.state
-            loaded: dict[str, Any] = {entry: {} for entry in state.memory} | state.counts()
-            compressed = set(state._names.compressible().values())  # others have zeros in a checkpoint
+            loaded: dict[str, Any] = {entry: {} for entry in state.memory.declared} | state._counts()
+            compressed = set(state.names.compressible().values())  # others have zeros in a checkpoint
             for entry, value in state_dict.items():
-                if entry in state.memory:
+                if entry in state.memory.declared:
                     shards = _local_shards(state_dict, entry)
                     loaded[entry] = {
                         name: each for name, each in shards.items() if name in compressed or each.count_nonzero() > 0
@@ -257,7 +258,9 @@ def attach(
     names = {group: parameter_names(group, module_names) for group in groups}
     _check_patterns(options, [name for each in names.values() for name in each])
     if averages and isinstance(state, HookState):
-        state.check_names([name for group, _ in replicated for name in names[group]])
+        replicated_names = [name for group, _ in replicated for name in names[group]]
+        state.names.check_names(replicated_names)
+        state._check_patterns(replicated_names)
     before = [(group, group.mesh_info, reduce_scatter_of(group)) for group in groups]
     process_groups = [
         each for group in groups for each in (shard_group(group), replica_group(group), *mesh_groups(group)) if each
@@ -370,8 +373,8 @@ def _attach_to_replicas(
     if isinstance(state, HookState):
         # A pattern may match only parameters that are not compressed, or of which this rank has no rows.
         empty = {name: torch.empty(0, device=group.device) for group, _ in replicated for name in names[group]}
-        state.bind_layouts(empty | layouts)
-        exchange.step_ends.append(state.begin_step)
+        state.names.bind_layouts(empty | layouts)
+        exchange.step_ends.append(state._begin_step)
     return (
         f"{name_of(hook)} compresses the all-reduce of {exchange.n_groups} parameter groups between "
         f"{replicated[0][1].size()} replicas"

@@ -14,7 +14,7 @@ from gradwire.comm import connections_of
 from gradwire.comm.connections import has_streams
 from gradwire.comm.transport import wait_for
 from gradwire.compress import Gradients
-from gradwire.hooks._bucket import CommHook, is_zero_copy
+from gradwire.hooks._bucket import Bucket, BucketWork, CommHook, Tables, is_zero_copy, plain_name
 from gradwire.hooks.hook_state import HookState
 from gradwire.kernels import SegmentTable, unflatten
 from gradwire.sharded.exchange import ShardedExchange, described, name_of
@@ -22,7 +22,7 @@ from gradwire.sharded.shards import QuantizedReduceScatter
 from gradwire.sharded.torch_internals import is_read_in_backward, reduce_scatter_of, trainable
 
 
-class ShardBucket:
+class ShardBucket(Bucket):
     """This rank's shards of the gradients of one parameter group, with the interface of gradwire's DDP buckets.
 
     FSDP2 reduces them in one flat tensor, whose shards are padded along dimension 0.
@@ -31,9 +31,6 @@ class ShardBucket:
         process_group: the replicas of this shard.
         numel: number of elements of the flat tensor, padding included.
     """
-
-    zero_copy = True
-    note_use = None
 
     def __init__(
         self,
@@ -48,15 +45,16 @@ class ShardBucket:
         self._offsets = offsets
         self._table = SegmentTable(self._layouts)
         self._flat: Tensor | None = None
-        self._position, self._is_last = 0, False
-        self.device = layouts[0].device
+        self.position, self.is_final, self.zero_copy = 0, False, True
+        self.device, self.dtype = layouts[0].device, layouts[0].dtype.to_real()
+        self.names = tuple(map(plain_name, names))
         self.numel = numel
         self.process_group = group
-        self.model_parameters: Sequence[Tensor] = self._layouts
+        self.model_parameters = self._layouts
 
     def collect(self, flat: Tensor, position: int, is_last: bool, zero_copy: bool) -> None:
         """Hold the gradients of a backward, the bucket number ``position`` of it."""
-        self._flat, self._position, self._is_last, self.zero_copy = flat, position, is_last, zero_copy
+        self._flat, self.position, self.is_final, self.zero_copy = flat, position, is_last, zero_copy
 
     def release(self) -> None:
         """Drop the gradients."""
@@ -64,11 +62,11 @@ class ShardBucket:
 
     def index(self) -> int:
         """Position in the order of this backward."""
-        return self._position
+        return self.position
 
     def is_last(self) -> bool:
         """Whether all parameter groups have reduced their gradients."""
-        return self._is_last
+        return self.is_final
 
     def parameters(self) -> list[Tensor]:
         """Tensors in the layouts of the shards, without memory."""
@@ -94,13 +92,12 @@ class ShardBucket:
         assert self._flat is not None
         return self._flat
 
-    def source(self) -> Gradients:
-        """The gradients, one tensor per parameter."""
-        return Gradients(self.gradients(), self._table)
-
-    def target(self) -> Gradients:
-        """The same tensors, which receive the mean."""
-        return self.source()
+    def work(self, tables: Tables, layout: SegmentTable | None = None) -> BucketWork:
+        """The gradients, one tensor per parameter, which receive the mean; or the flat tensor."""
+        if not self.zero_copy:
+            return super().work(tables, layout)
+        gradients = Gradients(self.gradients(), self._table)
+        return BucketWork(gradients, gradients, gradients.tensors[0])
 
     def empty_buffer(self) -> Tensor:
         """A flat tensor for the mean, without padding."""
@@ -201,7 +198,9 @@ class ReplicaGroup(dist.ProcessGroup):
             return
         names = bucket.parameter_names()
         taken = [
-            name for name, view in zip(names, bucket.views(mean), strict=True) if self._state.take_back(name, view)
+            name
+            for name, view in zip(names, bucket.views(mean), strict=True)
+            if self._state.memory.take_back(name, view)
         ]
         reduce_scatter = reduce_scatter_of(self._group)
         if isinstance(reduce_scatter, QuantizedReduceScatter):

@@ -112,11 +112,19 @@ class _Rank(Executor):
     def __init__(self, world_size: int, rank: int) -> None:
         super().__init__(Transport(world_size, rank), [Workspace(CPU)])
         self.algorithms: list[Algorithm[Any]] = []
+        self.results: list[Tensor | None] = []
         self.futures: list[Future[Any]] = []
 
-    def submit(self, task: Task, name: str = "gradwire::task") -> Future[Any]:
+    def submit(
+        self,
+        task: Task,
+        name: str = "gradwire::task",
+        result: Tensor | None = None,
+        on_error: Callable[[], None] | None = None,
+    ) -> Future[Any]:
         """Start the task's algorithm, whose first collective `run_in_lockstep` runs."""
         self.algorithms.append(task(self.workspaces[0]))
+        self.results.append(result)
         self.futures.append(Future())
         return self.futures[-1]
 
@@ -138,7 +146,8 @@ def train_many(case: Case, ranks: int, steps: int, make_state: Callable[[], Any]
         for algorithms in zip(*(executor.algorithms for executor in executors), strict=True):
             values = run_in_lockstep(algorithms, world_size=ranks)
             for executor, value in zip(executors, values, strict=True):
-                executor.futures.pop(0).set_result(value)
+                result = executor.results.pop(0)
+                executor.futures.pop(0).set_result(value if result is None else result)
         for executor in executors:
             executor.algorithms.clear()
         value = futures[0].wait()

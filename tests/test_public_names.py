@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as pytorch
 import gradwire
 import gradwire.testing
 from gradwire.hooks.default_hooks import CastState
-from gradwire.hooks.hook_state import HookState
+from gradwire.hooks.hook_state import HookSettings, HookState
 from gradwire.hooks.powerSGD_hook import PowerSGDState
 from gradwire.hooks.quantization_hooks import QuantizationState
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState
@@ -128,7 +128,7 @@ def test_public_function_or_class_of_a_package_has_no_module_of_its_name():
 def test_dir_of_a_state_shows_documented_names(state):
     shown, listed = public(dir(state)), members(type(state), type(state).__module__)
     assert listed <= shown
-    expected = listed | described(type(state)) | set(pytorch_hook.PowerSGDState.__slots__)
+    expected = listed | described(type(state)) | described(HookSettings) | set(pytorch_hook.PowerSGDState.__slots__)
     if isinstance(state, HookState):
         expected |= members(HookState, HookState.__module__) | described(HookState)
     assert shown - expected == set()

@@ -31,11 +31,11 @@ from gradwire.bench.gpu.training import (
 from gradwire.bench.implementations import check_hook
 from gradwire.bench.namespaces import Rate
 from gradwire.bench.timing import timed
-from gradwire.comm import executor_for
+from gradwire.comm import connections_of, executor_for
 from gradwire.comm.graphs import WARM_UP_STEPS
 from gradwire.compress import Step
 from gradwire.hooks import default_hooks
-from gradwire.hooks._bucket import GradBucket, reduce_bucket, zero_copy
+from gradwire.hooks._bucket import Bucket, GradBucket, reduce_bucket, zero_copy
 from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
@@ -213,7 +213,7 @@ def _mean_then_mean_of_squares(state: object, bucket: GradBucket) -> torch.futur
         await step.transport.all_reduce(wire)
         step.target.unflatten(wire)
 
-    return reduce_bucket(None, bucket, algorithm, "mean_then_mean_of_squares")
+    return reduce_bucket(connections_of(None), Bucket.of(bucket), algorithm, "mean_then_mean_of_squares")
 
 
 def two_collectives_of_a_bucket_stay_in_order(device: torch.device) -> None:
@@ -258,14 +258,15 @@ def powersgd_survives_a_nonfinite_gradient(device: torch.device) -> None:
     batch = torch.randn(8, 300, generator=torch.Generator().manual_seed(1)).to(device)
     for _ in range(4):
         take_step(model, batch)
-    before = {entry: state.tensors(entry)["weight"].clone() for entry in state.memory if state.tensors(entry)}
+    memory = state.memory
+    before = {entry: memory.tensors(entry)["weight"].clone() for entry in memory.declared if memory.tensors(entry)}
     bad = batch.clone()
     if dist.get_rank() == dist.get_world_size() - 1:
         bad[0, 0] = float("inf")
     take_step(model, bad)
     assert module.weight.grad is not None
     require(module.weight.grad.isnan().all(), "the gradient is not NaN on all ranks")
-    after = {entry: state.tensors(entry) for entry in state.memory}
+    after = {entry: memory.tensors(entry) for entry in memory.declared}
     require(torch.equal(after["errors"]["weight"], before["errors"]), "the error memory changed")
     require(torch.equal(after["q"]["weight"], before["q"]), "the factors changed")
     take_step(model, batch)

@@ -322,7 +322,7 @@ def test_stretches_alternate_without_telemetry_and_give_an_interval():
             n_sent = plain.call_count
             train_steps(ddp, 1)
             sent.append(plain.call_count)
-            observed.append(made[0]._state._telemetry is not None)
+            observed.append(made[0]._state.telemetry is not None)
             if first <= step < first + n_steps:  # the first step of a stretch is slow
                 seconds = plain_seconds if plain.call_count > n_sent else own_seconds
                 now += seconds if (step - first) % run.STRETCH else slow

@@ -91,7 +91,7 @@ def run_steps(
         ddp.zero_grad()
         ddp(*tensors).backward()
         reduced = list(gradients(ddp).values())
-        memory = {entry: state.tensors(entry) for entry in state.memory}.values() if remember else ({}, {}, {})
+        memory = [state.memory.tensors(entry) for entry in state.memory.declared] if remember else ({}, {}, {})
         steps.append(Step(reduced, *({name: tensor.clone() for name, tensor in kind.items()} for kind in memory)))
     return steps
 

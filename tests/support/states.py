@@ -11,8 +11,11 @@ START = 2  # the first compressed step of every state with error feedback
 
 
 # Hooks with error memory; a wrapper's state is that of its hook.
-_MEMORY = {hook: getattr(HOOKS[hook](None)[0], "memory", {}) for hook in HOOKS if "_of_" not in hook}
-FEEDBACK = (*(hook for hook, memory in _MEMORY.items() if "errors" in memory), "batched_powersgd")
+_STATES = {hook: HOOKS[hook](None)[0] for hook in HOOKS if "_of_" not in hook}
+_HAVE_ERRORS = [
+    hook for hook, state in _STATES.items() if hasattr(state, "memory") and "errors" in state.memory.declared
+]
+FEEDBACK = (*_HAVE_ERRORS, "batched_powersgd")
 STATES = (*FEEDBACK, "scaled_fp16")
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from gradwire.comm import connections_of, executor, groups, store_collectives, transport
 from gradwire.comm.connections import Connections
 from gradwire.comm.store_collectives import POLL_SECONDS, Notices, RanksMissing, gradwire_store, store_all_gather
-from gradwire.hooks._bucket import reduce_bucket
+from gradwire.hooks._bucket import Bucket, reduce_bucket
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
 from tests.support.ranks import from_all_ranks, on_ranks, signals
 from tests.support.training import (
@@ -31,6 +31,10 @@ from tests.support.training import (
 
 LIMIT = timedelta(minutes=1)
 CPU = torch.device("cpu")
+
+
+def failing_hook(algorithm, group, bucket):
+    return reduce_bucket(connections_of(group), Bucket.of(bucket), algorithm, "failing")
 
 
 @on_ranks(1)
@@ -94,7 +98,7 @@ def test_new_wrapper_on_the_group_of_a_failed_task_trains():
             raise Fault
         await step.transport.all_reduce(torch.ones(3))
 
-    old.register_comm_hook(None, lambda _, bucket: reduce_bucket(group, bucket, fail_on_rank_0, "failing"))
+    old.register_comm_hook(None, lambda _, bucket: failing_hook(fail_on_rank_0, group, bucket))
     batch = old.module.batch(own_batches())
     error = error_of(lambda: old(*batch).backward())
     assert error[0] == "RuntimeError"
@@ -138,7 +142,7 @@ def test_failed_task_of_pytorchs_ddp_raises_on_connected_peer():
             raise Fault("from the algorithm")
         await step.transport.all_reduce(torch.ones(3))
 
-    ddp.register_comm_hook(None, lambda _, bucket: reduce_bucket(group, bucket, fail_on_rank_0, "failing"))
+    ddp.register_comm_hook(None, lambda _, bucket: failing_hook(fail_on_rank_0, group, bucket))
     batch, open_groups = ddp.module.batch(own_batches()), []
 
     def keep_open(last):

@@ -8,9 +8,10 @@ import torch.distributed as dist
 from torch import nn
 
 import gradwire
+from gradwire.comm import connections_of
 from gradwire.comm.connections import Connections
 from gradwire.hooks import default_hooks
-from gradwire.hooks._bucket import reduce_bucket
+from gradwire.hooks._bucket import Bucket, reduce_bucket
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
 from tests.support.features import FEATURES, AfterAnother, Parts, reentrant, wrap
 from tests.support.ranks import from_all_ranks, on_ranks
@@ -52,6 +53,10 @@ async def failing_algorithm(step):
     raise_fault("from the worker")
 
 
+def failing_hook(state, bucket):
+    return reduce_bucket(connections_of(state), Bucket.of(bucket), failing_algorithm, "test_hook")
+
+
 def reduced(change):
     """A hook that passes its future to ``change``."""
     return lambda state, bucket: default_hooks.allreduce_hook(state, bucket).then(change)
@@ -72,7 +77,7 @@ FAULTS = {
     "future fails": (failed, "from the future"),
     "callback fails": (reduced(lambda future: raise_fault("from the callback")), "from the callback"),
     "algorithm fails": (
-        lambda state, bucket: reduce_bucket(state, bucket, failing_algorithm, "test_hook"),
+        lambda state, bucket: failing_hook(state, bucket),
         "from the worker",
     ),
     "future holds nonsense": (with_nonsense, ""),
@@ -308,7 +313,7 @@ def test_error_of_a_peer_is_named_if_its_connection_closes_before_its_notice_arr
 
     def hook(state, bucket):
         if bucket.index() == fails_at:
-            return reduce_bucket(state, bucket, failing_algorithm, "test_hook")
+            return failing_hook(state, bucket)
         return default_hooks.fp16_compress_hook(state, bucket)
 
     ddp = wrapped(hook=(None, hook), bucket_cap_mb=SMALLEST)

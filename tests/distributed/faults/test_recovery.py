@@ -6,7 +6,6 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import ClassVar
 from unittest import mock
 
 import pytest
@@ -17,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 import gradwire
 from gradwire.comm import connections_of
+from gradwire.hooks._memory import StateMemory
 from gradwire.hooks.hook_state import HookState, Memory, hook_for
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks, differences
 from tests.support.ranks import from_all_ranks, on_ranks, signals
@@ -138,7 +138,7 @@ def test_resynchronization_from_rank_1_gives_all_its_model_and_state(kind):
             exponent[0] += rank
     else:
         for each in [state, *getattr(state, "_states", {}).values()]:
-            each.continue_at(each.iter + 3 * rank)
+            each._continue_at(each.iter + 3 * rank)
         for tensor in tree_leaves(state.replicated_state()):
             if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
                 tensor.mul_(1 - rank / 4)
@@ -358,17 +358,17 @@ def test_failed_first_compressed_step_leaves_states_that_agree(hook):
 
 def fail_once_a_peer_has_a_bucket(training, store):
     """A step in which rank 1 makes a bucket of a state, and rank 0 fails before it makes one."""
-    make = HookState.new_bucket
+    make = StateMemory._new_bucket
 
-    def new_bucket(state, *arguments):
+    def new_bucket(memory, *arguments):
         if dist.get_rank() == 0:
             store.wait(["made"], LIMIT)
             raise Fault
-        made = make(state, *arguments)
+        made = make(memory, *arguments)
         store.set("made", "")
         return made
 
-    with mock.patch.object(HookState, "new_bucket", new_bucket):
+    with mock.patch.object(StateMemory, "_new_bucket", new_bucket):
         assert error_of(training.run, 1) is not None
 
 
@@ -400,10 +400,12 @@ class Start:
 class CountingState(HookState):
     """Memory in shapes of its own, to which every step adds a number that depends on the rank."""
 
-    memory: ClassVar = {
-        "sums": Memory(merge="sum", shape=lambda gradient: (2, gradient.dim())),
-        "means": Memory(merge="mean", dtype=torch.float64),
-    }
+    def __init__(self, hook, process_group=None, options=None):
+        memory = {
+            "sums": Memory(merge="sum", shape=lambda gradient: (2, gradient.dim())),
+            "means": Memory(merge="mean", dtype=torch.float64),
+        }
+        super().__init__(hook, process_group, options, memory)
 
 
 @hook_for(CountingState)

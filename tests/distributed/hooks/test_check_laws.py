@@ -6,7 +6,6 @@ import threading
 from dataclasses import dataclass
 from functools import partial
 from types import NoneType
-from typing import ClassVar
 
 import pytest
 import torch
@@ -28,10 +27,8 @@ class ToyOptions:
 class ToyState(HookState):
     """A compressor to bf16 with error feedback and, maybe, a defect."""
 
-    memory: ClassVar = {"errors": Memory(merge="sum")}
-
     def __init__(self, process_group=None, **options):
-        super().__init__("toy_hook", process_group, ToyOptions(**options))
+        super().__init__("toy_hook", process_group, ToyOptions(**options), {"errors": Memory(merge="sum")})
 
     def state_dict(self):
         saved = super().state_dict()
@@ -40,7 +37,7 @@ class ToyState(HookState):
         if self.options.defect == "checkpoint with an object":
             saved["options"] = self.options
         if self.options.defect == "checkpoint of own errors":
-            saved["errors"] = self.tensors("errors")
+            saved["errors"] = self.memory.tensors("errors")
         return saved
 
 

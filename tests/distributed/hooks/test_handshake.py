@@ -15,6 +15,7 @@ from gradwire.comm import store_collectives
 from gradwire.comm.connections import executor_for
 from gradwire.compress import DelayedScaling
 from gradwire.hooks import _handshake, default_hooks
+from gradwire.hooks._bucket import Bucket
 from gradwire.hooks.hook_state import HookSettings, HookState, settings_of
 from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
@@ -256,7 +257,7 @@ def agree(settings, group):
     bucket = SimpleNamespace(
         index=lambda: 0, is_last=lambda: True, parameters=lambda: [parameter], buffer=lambda: parameter
     )
-    settings.handshake.agree(settings, bucket, group)
+    settings.handshake.agree(settings, Bucket.of(bucket), group)
 
 
 @on_ranks(2, 3)

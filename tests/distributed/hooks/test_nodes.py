@@ -198,7 +198,7 @@ def test_errors_of_every_place_on_a_node_stay_if_one_gradient_is_not_finite():
     ddp, generator = WRAPPERS["gradwire"](build("mlp"), bucket_cap_mb=100), own_batches()
     state = register(ddp, (state_of(), quantization_hook))
     train_steps(ddp, 3, generator)
-    before = [error.clone() for error in state.residuals()]
+    before = [error.clone() for error in state.memory.residuals()]
     assert all(error.any() for error in before)
 
     def spoil(gradient):
@@ -209,10 +209,10 @@ def test_errors_of_every_place_on_a_node_stay_if_one_gradient_is_not_finite():
     hook = ddp.module.layers[0].weight.register_hook(spoil if dist.get_rank() == 3 else lambda gradient: gradient)
     (found,) = train_steps(ddp, 1, generator)
     assert found["layers.0.weight"][0, 0].isnan()
-    assert_same_bits(state.residuals(), before)
+    assert_same_bits(state.memory.residuals(), before)
     hook.remove()
     train_steps(ddp, 1, generator)
-    assert all(not torch.equal(*pair) for pair in zip(state.residuals(), before, strict=True))
+    assert all(not torch.equal(*pair) for pair in zip(state.memory.residuals(), before, strict=True))
 
 
 # --- faults

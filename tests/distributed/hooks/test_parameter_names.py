@@ -65,7 +65,7 @@ def trained(module, wrapper="pytorch", steps=4, state=None, cap=25, **options):
 def names_after_a_step(state, ddp):
     """The names that the state has for all parameters after one step; None for those that it does not know."""
     step(ddp)
-    return [state._names._names.get(parameter) for parameter in ddp.module.parameters()]
+    return [state.names._names.get(parameter) for parameter in ddp.module.parameters()]
 
 
 def names_of(ddp):
@@ -111,7 +111,7 @@ def test_names_without_bind_omit_wrapper_components(model, wrapper, cap):
     ddp, state = trained(MODELS[model](), wrapper, cap=cap)
     named = [name for name, p in ddp.module.named_parameters() if p.requires_grad and p.dim() == 2]
     plain = sorted(re.sub(r"_orig_mod\.|_checkpoint_wrapped_module\.", "", name) for name in named)
-    assert sorted(state.tensors("errors")) == sorted(state.tensors("q")) == plain != []
+    assert sorted(state.memory.tensors("errors")) == sorted(state.memory.tensors("q")) == plain != []
 
 
 def handing_on_hook(state, bucket):
@@ -126,7 +126,7 @@ def test_names_are_found_if_a_users_hook_passes_the_state_on(wrapper):
     ddp.register_comm_hook({"powersgd": state}, handing_on_hook)
     for _ in range(4):
         step(ddp)
-    assert sorted(state.tensors("errors")) == ["layers.0.0.weight", "layers.0.1.0.weight", "layers.1.weight"]
+    assert sorted(state.memory.tensors("errors")) == ["layers.0.0.weight", "layers.0.1.0.weight", "layers.1.weight"]
 
 
 # --- several models
@@ -189,11 +189,11 @@ def test_unregistered_state_does_not_take_names_of_another_live_model(kind, wrap
     other.run(1)
     state, hook = make(kind, module)
     assert ("has no model yet" in str(message_of(state.state_dict))) == (kind != "scaled_fp16")
-    assert state._names.module is None
+    assert state.names.module is None
     ddp = WRAPPERS[wrapper](module)
     register(ddp, (state, hook))
     state.state_dict()
-    assert state._names.module is module
+    assert state.names.module is module
 
 
 # --- options by name
@@ -206,7 +206,7 @@ def test_ranks_and_stacks_by_name_apply_without_bind(wrapper):
     rate, before, after = state.compression_stats()
     assert (rate, before) == (1, after)
     _, state = trained(Part(linear(), linear()), wrapper, stacks={"layers.0.weight": 2})
-    shapes = {name: tuple(factor.shape) for name, factor in state.tensors("q").items()}
+    shapes = {name: tuple(factor.shape) for name, factor in state.memory.tensors("q").items()}
     assert shapes == {"layers.0.weight": (2, 1, 6), "layers.1.weight": (1, 1, 6)}
 
 
@@ -232,7 +232,7 @@ def test_error_of_unused_parameter_is_kept_in_compiled_model():
     state = register(ddp, (PowerSGDState(None, **EARLY), powerSGD_hook))
     for _ in range(4):
         step(ddp)
-    layers, error = module.layers, state.tensors("errors")["layers.1.weight"]
+    layers, error = module.layers, state.memory.tensors("errors")["layers.1.weight"]
     before = error.clone()
     module.layers = layers[:1]
     module._modules["rest"] = layers[1]
@@ -261,7 +261,7 @@ def test_unknown_names_train_by_number_and_checkpoints_raise():
         register(other, (scales, scaled_cast_hook))
         step(other)
         for each in (state, copy.deepcopy(state)):
-            assert sorted(each.tensors("errors")) == ["parameter.0", "parameter.2"]
+            assert sorted(each.memory.tensors("errors")) == ["parameter.0", "parameter.2"]
         assert sorted(copy.deepcopy(scales).exponents()) == [f"parameter.{i}" for i in range(4)]
         for call in (state.state_dict, state.prepare_checkpoint, scales.state_dict):
             kind, text = error_of(call)
@@ -299,7 +299,7 @@ def test_options_by_name_raise_with_unknown_names_and_apply_once_bound(option):
         state.bind(again)
         trained(again, state=state)
         assert state.iter == 4, "the step that raised does not count"
-        assert sorted(state.tensors("errors")) == ["layers.0.weight", "layers.1.weight"]
+        assert sorted(state.memory.tensors("errors")) == ["layers.0.weight", "layers.1.weight"]
 
 
 @on_ranks(1)

@@ -110,7 +110,7 @@ def run(
             ddp(*tensors).backward()
             kept.append([p.grad for p in ddp.parameters()])  # so that every step has other addresses
             seen.append(gradients(ddp))
-        memory = {entry: state.tensors(entry) for entry in state.memory}
+        memory = {entry: state.memory.tensors(entry) for entry in state.memory.declared}
         result = Run(seen, memory, GraphOnCpu.captures, GraphOnCpu.replays)
         dist.destroy_process_group(group)
     return result
@@ -351,7 +351,7 @@ def test_failed_exchange_drops_all_graphs():
 def test_state_keeps_the_option_when_pickled_and_no_graph():
     state = pickle.loads(pickle.dumps(new_state(cuda_graphs=True)))
     assert state.cuda_graphs is True
-    assert "cuda_graphs" not in state.settings()
+    assert "cuda_graphs" not in state._settings()
 
 
 @pytest.mark.parametrize("hook", ["powersgd", "quantized"])

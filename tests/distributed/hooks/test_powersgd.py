@@ -149,10 +149,10 @@ def run_with_delays(options, hook, wrapper, steps=START + 20):
         for ranks in values:
             ddp.zero_grad()
             ddp(*ranks[dist.get_rank()]).backward()
-            entries = {entry: state.tensors(entry) for entry in state.memory}
+            entries = {entry: state.memory.tensors(entry) for entry in state.memory.declared}
             tensors = [*gradients(ddp).values(), *entries["q"].values(), *entries["p"].values()]
             seen.append(torch.cat([tensor.flatten() for tensor in tensors]))
-    return seen, len(state._buckets)
+    return seen, len(state.memory.buckets)
 
 
 DELAYED = {
@@ -209,7 +209,7 @@ def test_law3_powersgd_that_is_off_equals_plain_all_reduce(off, model, wrapper, 
     options = {"steps": 5, "gradient_as_bucket_view": view, "bucket_cap_mb": SMALL}
     state = new_state(**OFF[off])
     compressed = train(wrapper, model, hook=(state, powerSGD_hook), **options)
-    assert not state.tensors("errors")
+    assert not state.memory.tensors("errors")
     assert_same_bits(compressed, train(wrapper, model, hook="allreduce", **options))
 
 

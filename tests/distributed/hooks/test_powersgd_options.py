@@ -94,21 +94,21 @@ def test_option_dictionaries_are_copied():
 
 def test_assigned_option_applies_to_policy_and_settings():
     state = PowerSGDState(None, ranks={"a": 1})
-    before = state.settings()
+    before = state._settings()
     state.matrix_approximation_rank = 5
     state.ranks["b"] = 3
     assert state.options.policy.rank == state.options.matrix_approximation_rank == 5
     assert state.options.policy.ranks == {"a": 1, "b": 3}
-    assert state.settings() == before | {"matrix_approximation_rank": 5, "ranks": {"a": 1, "b": 3}}
+    assert state._settings() == before | {"matrix_approximation_rank": 5, "ranks": {"a": 1, "b": 3}}
 
 
 @pytest.mark.parametrize(("name", "value"), [("matrix_approximation_rank", 0), ("warm_start", 1), ("ranks", {"a": -1})])
 def test_assigned_option_out_of_range_raises_and_changes_nothing(name, value):
     state = PowerSGDState(None)
-    before = state.settings()
+    before = state._settings()
     with pytest.raises(ValueError, match=name):
         setattr(state, name, value)
-    assert state.settings() == before
+    assert state._settings() == before
 
 
 def test_unknown_attribute_raises():

@@ -15,7 +15,7 @@ from gradwire.hooks.quantization_hooks import (
     quantization_perchannel_hook,
     quantization_pertensor_hook,
 )
-from tests.distributed.test_quantization_laws import hook_of, summed
+from tests.distributed.hooks.test_quantization_laws import hook_of, summed
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks, differences
 from tests.support.features import wrap
 from tests.support.ranks import from_all_ranks, on_ranks
@@ -175,7 +175,7 @@ def error_of_the_first_shot(**options):
     ddp = wrapped(model=Probe((6000,)))
     state = register(ddp, (QuantizationState(None, "int4", start_iter=0, exempt=(), **options), quantization_hook))
     ddp(torch.randn(6000, generator=torch.Generator().manual_seed(0))).backward()
-    ((_, bucket),) = state._buckets.values()
+    ((_, bucket),) = state.memory.buckets.values()
     errors = getattr(bucket, "shard", bucket).memory["errors"]
     return torch.cat([error.flatten().double() for error in errors.values()])
 

@@ -5,7 +5,7 @@ import torch
 
 from gradwire.hooks.quantization_hooks import QuantizationState
 from gradwire.kernels import WIRE_FORMATS
-from tests.distributed.test_quantization_laws import hook_of, summed, wrapped
+from tests.distributed.hooks.test_quantization_laws import hook_of, summed, wrapped
 from tests.support.bits import assert_same_bits
 from tests.support.ranks import on_ranks
 from tests.support.training import build, train_steps
@@ -60,10 +60,10 @@ def trained(wrapper="gradwire", steps=3, model="mlp", **options):
 def test_law1_errors_of_both_shots_survive_new_buckets(dtype):
     # Errors summed over ranks before and after the buckets of a state are cut anew, without a step between.
     _, state = trained(error_dtype=dtype)
-    before = {name: summed(error) for name, error in state.tensors("errors").items()}
-    state.drop_buckets(tuple(before))
-    assert not state._buckets
-    assert_same_bits({name: summed(error) for name, error in state.tensors("errors").items()}, before)
+    before = {name: summed(error) for name, error in state.memory.tensors("errors").items()}
+    state.memory.drop_buckets(tuple(before))
+    assert not state.memory.buckets
+    assert_same_bits({name: summed(error) for name, error in state.memory.tensors("errors").items()}, before)
 
 
 @on_ranks(1)
@@ -79,4 +79,4 @@ def test_pickle_of_an_earlier_version_loads():
         again = QuantizationState.__new__(QuantizationState)
         again.__setstate__(earlier)
         assert again.iter == state.iter and repr(again) == repr(state)
-        assert_same_bits(again.tensors("errors"), state.tensors("errors"))
+        assert_same_bits(again.memory.tensors("errors"), state.memory.tensors("errors"))

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.hooks import quantization_hooks
+from gradwire.hooks.hook_state import HookState
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks, differences
 from tests.support.ranks import from_all_ranks, on_ranks
 from tests.support.states import Ledger, errors_of
@@ -126,12 +127,12 @@ def test_errors_keep_their_scale_when_another_scaler_is_followed():
     state.follow_scaler(scaler)
     for _ in range(4):
         ddp(*ddp.module.batch(own_batches())).backward()
-    before = [error.clone() for error in state.residuals()]
+    before = [error.clone() for error in state.memory.residuals()]
     scaler.scale = 1.0
     for other in (scaler, None, Scaler()):
         state.follow_scaler(other)
-        state.match_scale()
-        assert_same_bits(state.residuals(), before)
+        state._match_scale()
+        assert_same_bits(state.memory.residuals(), before)
 
 
 @on_ranks(2, 3)
@@ -179,5 +180,6 @@ def test_object_without_a_scale_is_refused():
 
 
 def test_the_tests_have_every_hook_with_error_memory():
-    kept = {name for name, make in HOOKS.items() if "errors" in getattr(make(None)[0], "memory", ())}
-    assert {type(HOOKS[name](None)[0]) for name in kept} == {type(HOOKS[name](None)[0]) for name in WITH_ERRORS}
+    states = [state for make in HOOKS.values() if isinstance(state := make(None)[0], HookState)]
+    kept = {type(state) for state in states if "errors" in state.memory.declared}
+    assert kept == {type(HOOKS[name](None)[0]) for name in WITH_ERRORS}

@@ -105,8 +105,8 @@ def test_simple_powersgd_takes_the_steps_of_gradwire():
                 torch.testing.assert_close(result, one, rtol=0, atol=1e-4)
         if step == 3:  # two compressed steps; the simple hook has taken none
             for i, parameter in enumerate(theirs.module.weights[:2]):
-                simple.q[parameter] = fast.tensors("q")[f"weights.{i}"][0].T.clone()
-                simple.errors[parameter] = matrix(fast.tensors("errors")[f"weights.{i}"]).float()
+                simple.q[parameter] = fast.memory.tensors("q")[f"weights.{i}"][0].T.clone()
+                simple.errors[parameter] = matrix(fast.memory.tensors("errors")[f"weights.{i}"]).float()
 
 
 @pytest.mark.parametrize("bits", [4, 8])

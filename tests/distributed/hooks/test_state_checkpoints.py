@@ -79,8 +79,8 @@ def test_law7_state_round_trip_with_weights_only_is_bitwise_equal(kind, wrapper)
 @on_ranks(2, 3)
 def test_saved_errors_are_means_or_sums_over_ranks_as_declared(kind, model, wrapper):
     state = trained(kind, wrapper, model).state
-    saved, own = state.state_dict()["errors"], from_all_ranks(state.tensors("errors"))
-    divisor = {"mean": len(own), "sum": 1}[state.memory["errors"].merge]
+    saved, own = state.state_dict()["errors"], from_all_ranks(state.memory.tensors("errors"))
+    divisor = {"mean": len(own), "sum": 1}[state.memory.declared["errors"].merge]
     assert saved.keys() == own[0].keys() != set()
     for name, merged in saved.items():
         errors = torch.stack([errors[name].double() for errors in own])
@@ -215,7 +215,7 @@ def test_pickle_of_a_state_with_an_option_that_is_gone_loads():
 def own_memory(state):
     if isinstance(state, ScaledCastState):
         return state.state_dict()
-    return {entry: copy.deepcopy(state.tensors(entry)) for entry in state.memory} | state.counts()
+    return {entry: copy.deepcopy(state.memory.tensors(entry)) for entry in state.memory.declared} | state._counts()
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_state_without_error_feedback_saves_no_errors(hook, new_state):
     state = new_state(None, use_error_feedback=False)
     train_steps(wrapped(hook=(state, hook)))
     saved = state.state_dict()
-    assert [saved[entry] for entry in state.memory] == [{}] * len(state.memory)
+    assert [saved[entry] for entry in state.memory.declared] == [{}] * len(state.memory.declared)
 
 
 # --- prepared copies

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import gradwire
-from gradwire.reducer.adapted_ddp import AdaptedDDP
+from gradwire.reducer.distributed import DistributedDataParallel
 from gradwire.reducer.drift import WORDS_AT_ONCE, checksum
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
 from tests.support.ranks import from_all_ranks, on_ranks
@@ -37,7 +37,7 @@ def change_frozen_parameter(ddp, state):
 
 
 def change_factor(ddp, state):
-    name, factor = next(iter(state.tensors("q").items()))
+    name, factor = next(iter(state.memory.tensors("q").items()))
     next_float(factor)
     return f"hook state, q {name}"
 
@@ -98,7 +98,7 @@ def test_ranks_compare_in_one_of_so_many_backwards_without_those_of_no_sync():
 @on_ranks(2, 3)
 def test_broadcast_buffer_that_differs_raises():
     ddp = wrapped(model="conv", check_every=1)
-    broadcast = AdaptedDDP._distributed_broadcast_coalesced
+    broadcast = DistributedDataParallel._distributed_broadcast_coalesced
     name, buffer = next((name, each) for name, each in ddp.module.named_buffers() if each.is_floating_point())
 
     def broken(self, *arguments):
@@ -109,7 +109,7 @@ def test_broadcast_buffer_that_differs_raises():
     generator = own_batches()
     train_steps(ddp, 3, generator)  # every rank's forward updates the buffers from its own batch
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(AdaptedDDP, "_distributed_broadcast_coalesced", broken)
+        patch.setattr(DistributedDataParallel, "_distributed_broadcast_coalesced", broken)
         message = message_of(train_steps, ddp, 1, generator)
     assert f"differ:\n  buffer {name}: " in message
 

@@ -158,8 +158,8 @@ def test_default_reduction_outside_cpus_divides_by_bucket_divisor(monkeypatch, v
     bucket, transport = DenseBucket(spec, as_view=view), LocalTransport()
     bucket.divisor = 5
     bucket.collect(zero_copy=True)
-    reducer.default_reduction(SimpleNamespace(process_group=None, has_streams=True), bucket)
+    reducer.default_reduction(SimpleNamespace(connections=None, has_streams=True), bucket)
     (algorithm,), workspace = submitted, Workspace(torch.device("cpu"))
-    run_algorithm(algorithm(Step(bucket.source(), bucket.target(), None, 0, transport, workspace)), transport)
-    bucket.finish(bucket.target().tensors[0], 1, {})
+    run_algorithm(algorithm(Step(*bucket.work({})[:2], None, 0, transport, workspace)), transport)
+    bucket.finish(bucket.work({}).result, 1, {})
     assert_same_bits([each.grad for each in parameters], [each * torch.tensor(1 / 5) for each in local])

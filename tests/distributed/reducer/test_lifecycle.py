@@ -16,8 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 import gradwire
 from gradwire.comm.connections import executor_for
 from gradwire.reducer import distributed
-from gradwire.reducer.adapted_ddp import AdaptedDDP
-from gradwire.reducer.ddp_interface import Logger
+from gradwire.reducer.logger import Logger
 from gradwire.reducer.reducer import Reducer
 from tests.support.bits import assert_same_bits
 from tests.support.powersgd_checkpoints import save_and_load
@@ -52,7 +51,10 @@ def test_argument_missing_in_this_pytorch_raises_unless_left_out():
 @on_ranks(1)
 def test_arguments_left_out_are_left_to_pytorch():
     other = distributed._DEFAULTS | {"broadcast_buffers": True}  # as in PyTorch 2.11
-    with mock.patch.object(distributed, "_DEFAULTS", other), mock.patch.object(AdaptedDDP, "__init__") as init:
+    with (
+        mock.patch.object(distributed, "_DEFAULTS", other),
+        mock.patch.object(nn.parallel.DistributedDataParallel, "__init__", return_value=None) as init,
+    ):
         gradwire.DistributedDataParallel(build("mlp"))
     assert init.call_args.kwargs == {"init_sync": False}
 

@@ -234,7 +234,7 @@ class Run:
     def takes_back(self, name):
         """Whether the state keeps a gradient of the parameter that was not applied."""
         zeros = torch.zeros_like(self.ddp.module.get_parameter(name))
-        return self.state is not None and self.state.take_back(name, zeros)
+        return self.state is not None and self.state.memory.take_back(name, zeros)
 
     def observe(self):
         if self.state is not None:

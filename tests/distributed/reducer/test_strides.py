@@ -78,7 +78,8 @@ def steps_with(hook, wrapper, view):
             for parameter in module.parameters():
                 parameter.grad = torch.zeros(parameter.shape)  # in row-major order
         ddp(**inputs_of(dist.get_rank(), step)).backward()
-        errors = {name: error.clone() for name, error in state.tensors("errors").items()} if hook in LOSSY else {}
+        memory = state.memory.tensors("errors") if hook in LOSSY else {}
+        errors = {name: error.clone() for name, error in memory.items()}
         if wrapper == "gradwire" or step != ASSIGNED:  # PyTorch's leaves an assigned gradient as it lies
             for name, parameter in module.named_parameters():
                 assert parameter.grad.stride() == expected[name]

@@ -1,0 +1,300 @@
+"""`StateMemory`: the memory of a hook state by parameter name, from bucket to bucket and from run to run."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradwire.comm import Transport, executor_for
+from gradwire.compress._validation import (
+    check_elements,
+    check_memory_shape,
+    check_range,
+    checked_tensors,
+)
+from gradwire.compress.memory import BucketMemory, Memory, MemoryByName
+from gradwire.hooks._bucket import Bucket, ParameterNames, is_number, plain_name
+from gradwire.hooks._handshake import digest
+from gradwire.kernels import SegmentTable, as_real, gradient_layout, layout_in_dtype, memory_order
+
+ERRORS = "errors"  # the entry with error memory
+
+
+class Owner(Protocol):
+    """What the memory asks of its hook state."""
+
+    names: ParameterNames
+
+    @property
+    def _group(self) -> dist.ProcessGroup: ...
+
+    def make_bucket(
+        self, parameters: Sequence[Tensor], dtype: torch.dtype, names: Sequence[str], transport: Transport
+    ) -> Any:
+        """The memory of a new bucket."""
+
+    def _keeps(self, entry: str) -> bool: ...
+
+    def _check_shapes(self, memory: MemoryByName, layouts: Mapping[str, Tensor]) -> None: ...
+
+
+class StateMemory:
+    """The declared memory of a hook state: one tensor per entry and parameter.
+
+    A bucket keeps the memory of its parameters while its parameters, their dtype and the ranks stay the same. Its
+    tensors are also here, by name, so that the next bucket of a parameter continues with them. A bucket whose errors
+    are not these tensors has ``errors``, the tensor with all of them, and ``folded_errors()``, those by name.
+
+    Attributes:
+        declared: declarations by name of the entry in a checkpoint.
+        own: this rank's tensors, by entry and parameter name.
+        loaded: sums of a checkpoint, of which this rank takes its share in the next compressed step, likewise.
+        buckets: memory of each bucket, by parameter names, with the dtype and ranks for which it was made.
+        is_loaded: whether the memory is from a checkpoint.
+    """
+
+    def __init__(self, state: Owner, declared: Mapping[str, Memory]) -> None:
+        for entry, each in declared.items():
+            if not isinstance(each, Memory):
+                raise TypeError(f"The memory {entry!r} is {each!r}; expected a Memory.")
+        self._state: Owner = weakref.proxy(state)
+        self.declared = dict(declared)
+        self.own: dict[str, dict[str, Tensor]] = {entry: {} for entry in declared}
+        self.loaded: dict[str, dict[str, Tensor]] = {entry: {} for entry in declared}
+        self.buckets: dict[tuple[str, ...], tuple[object, Any]] = {}
+        self.is_loaded = False
+        self._n_loaded: dict[str, int] = {}  # tensors of the latest checkpoint, by entry
+        self._fits_model = True  # whether the loaded memory was compared with the model
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.declared})"
+
+    def tensors(self, entry: str) -> dict[str, Tensor]:
+        """This rank's memory by parameter name, including its share of a checkpoint not yet used."""
+        return self.trained(entry) | {name: self._share(entry, each) for name, each in self.loaded[entry].items()}
+
+    def trained(self, entry: str) -> dict[str, Tensor]:
+        """This rank's memory that needs no share of a checkpoint."""
+        tensors = dict(self.own[entry])
+        for _, bucket in self.buckets.values():
+            tensors |= _folded(bucket).get(entry, {})
+        return tensors
+
+    def _share(self, entry: str, merged: Tensor) -> Tensor:
+        """This rank's part of a tensor of a checkpoint."""
+        return merged / self._state._group.size() if self.declared[entry].merge == "sum" else merged.clone()
+
+    # Buckets.
+
+    def of_bucket(self, bucket: Bucket, names: tuple[str, ...], group: dist.ProcessGroup) -> Any:
+        """The memory of a bucket: that of the last step, or new, from earlier or loaded memory."""
+        made_for = (bucket.dtype, group.size(), group.rank())
+        kept = self.buckets.get(names)
+        if kept is None or kept[0] != made_for:
+            kept = self.buckets[names] = (made_for, self._new_bucket(bucket, names, group))
+        return kept[1]
+
+    def _new_bucket(self, bucket: Bucket, names: tuple[str, ...], group: dist.ProcessGroup) -> Any:
+        self._check_loaded(names)
+        for entry, loaded in self.loaded.items():
+            self.own[entry] |= {name: self._share(entry, loaded.pop(name)) for name in names if name in loaded}
+        self.drop_buckets(names)
+        parameters = [gradient_layout(parameter) for parameter in bucket.parameters()]
+        transport = executor_for(group, bucket.device).transport
+        made = self._state.make_bucket(parameters, bucket.dtype, names, transport)
+        if made is not None:
+            self.keep(made.memory)
+        return made
+
+    def make_bucket(self, parameters: Sequence[Tensor], dtype: torch.dtype, names: Sequence[str]) -> BucketMemory:
+        """The declared memory of new buckets, which starts from that of earlier ones, or from zeros."""
+        layouts = [layout_in_dtype(as_real(parameter), dtype) for parameter in parameters]
+        tensors: dict[str, dict[str, Tensor]] = {entry: {} for entry in self.declared}
+        for entry, declared in self.declared.items():
+            for name, layout in zip(names, layouts, strict=True):
+                zeros = declared.zeros(layout, layout.device)
+                kept = self.own[entry].get(name, zeros)
+                check_memory_shape(entry, name, kept, zeros.shape)
+                tensors[entry][name] = kept.to(zeros.device, zeros.dtype)
+        return BucketMemory(SegmentTable(layouts), tensors)
+
+    def keep(self, memory: MemoryByName) -> None:
+        """Keep tensors by entry and parameter name."""
+        for entry, tensors in memory.items():
+            self.own[entry].update(tensors)
+
+    def drop_buckets(self, names: Sequence[str] | None = None) -> None:
+        """Drop the buckets that have one of these parameters, by default all, and keep their memory."""
+        for key, (_, bucket) in list(self.buckets.items()):
+            if names is None or not set(names).isdisjoint(key):
+                self.keep(_folded(bucket))
+                del self.buckets[key]
+
+    # Errors.
+
+    def residuals(self) -> list[Tensor]:
+        """This rank's error memory, of both shots where there are two; for ``residual_ratio``."""
+        buckets = [bucket for _, bucket in list(self.buckets.values()) if hasattr(bucket, "folded_errors")]
+        flat = [bucket.errors for bucket in buckets if bucket.errors is not None]
+        in_buckets = {errors.untyped_storage().data_ptr() for errors in flat}  # tensors by name may be views of them
+        own = list(self.own.get(ERRORS, {}).values())
+        return flat + [error for error in own if error.untyped_storage().data_ptr() not in in_buckets]
+
+    def scale_errors(self, factor: float) -> None:
+        """Multiply all errors, also those of a checkpoint that no step has used yet."""
+        waiting = [self.loaded.get(ERRORS, {})]
+        waiting += [getattr(bucket, "inherited", None) or {} for _, bucket in self.buckets.values()]
+        for error in [*self.residuals(), *(error for errors in waiting for error in errors.values())]:
+            error.mul_(factor)
+
+    def take_back(self, name: str, gradient: Tensor) -> bool:
+        """Keep a reduced gradient that was not applied, for the next step; False if the parameter has no error memory.
+
+        gradwire's DistributedDataParallel calls it for results of a failed step, and for a parameter that no rank used
+        in a step: its ``.grad`` stays unchanged, although error feedback of earlier steps may have reduced to a nonzero
+        gradient.
+
+        Args:
+            name: parameter name.
+            gradient: the reduced gradient minus this rank's contribution.
+        """
+        name, gradient = plain_name(name), as_real(gradient)
+        for names, (_, bucket) in self.buckets.items():
+            if name in names and hasattr(bucket, "take_back"):
+                return bool(bucket.take_back(name, self._share(ERRORS, gradient)))
+        error = self.own.get(ERRORS, {}).get(name)
+        if error is None:
+            return False
+        error.add_(self._share(ERRORS, gradient))
+        return True
+
+    # Checkpoints.
+
+    def merged(self, entry: str) -> dict[str, Tensor]:
+        """The tensors of all ranks, merged as declared, on the CPU. A collective call."""
+        declared, names, group = self.declared[entry], self._state.names, self._state._group
+        own = self.tensors(entry)
+        present = set(own)
+        if self._state._keeps(entry):
+            for parameter, name in names.compressible().items():
+                if name not in own:
+                    own[name] = declared.zeros(as_real(parameter), torch.device("cpu"))
+        merged = {name: own[name] for name in sorted(own) if name not in present}
+        if declared.merge == "same":
+            return merged | {name: own[name].to("cpu", copy=True) for name in present}
+        if own:
+            divisor = group.size() if declared.merge == "mean" else 1
+            device = next(iter([*names.parameters(), *own.values()])).device
+            executor = executor_for(group, device)
+
+            async def add_up() -> None:
+                # After a failed step, some ranks may have a tensor and others not yet.
+                order = sorted(own)  # the same on all ranks
+                n_ranks = torch.tensor([float(name in present) for name in order], device=device)
+                await executor.transport.all_reduce(n_ranks)
+                for name, n in zip(order, n_ranks.tolist(), strict=True):
+                    if n > 0:
+                        total = (own[name].to(device) / divisor).contiguous()  # strides may differ between ranks
+                        await executor.transport.all_reduce(memory_order(total))
+                        merged[name] = total.cpu()
+
+            executor.submit(lambda _: add_up()).wait()
+        return merged
+
+    def load(self, saved: MemoryByName) -> None:
+        """Continue from `merged` memory, which was checked."""
+        for entry, declared in self.declared.items():
+            loaded = {name: tensor.detach().clone() for name, tensor in saved[entry].items()}
+            # The world size, and with it this rank's share of a sum, may not be known yet.
+            self.own[entry], self.loaded[entry] = ({}, loaded) if declared.merge == "sum" else (loaded, {})
+            self._n_loaded[entry] = len(loaded)
+        self.buckets = {}
+        self.restored()
+
+    def restore(self, own: MemoryByName, loaded: MemoryByName | None = None) -> None:
+        """Continue with this rank's tensors of a pickle, or those of another rank; keep entries that are missing."""
+        self.drop_buckets()
+        for target, source in ((self.own, own), (self.loaded, loaded or {})):
+            for entry in self.declared.keys() & source.keys():
+                target[entry] = {name: tensor.clone() for name, tensor in source[entry].items()}
+        self.restored()
+
+    def restored(self) -> None:
+        """Compare the memory with the model before it is used."""
+        self.is_loaded, self._fits_model = True, False
+
+    def replicated(self) -> dict[str, dict[str, Tensor]]:
+        """The memory that is equal on all ranks."""
+        return {entry: self.tensors(entry) for entry, declared in self.declared.items() if declared.merge == "same"}
+
+    def facts(self, is_loaded_anew: bool, compares: bool) -> dict[str, object]:
+        """What a handshake compares: after a load, numbers of tensors, and digests of those equal on all ranks."""
+        facts: dict[str, object] = {}
+        for entry, declared in self.declared.items():
+            if declared.merge == "same" and (is_loaded_anew or compares):
+                facts[f"memory {entry}"] = f"{len(self.own[entry])}, digest {digest(self.own[entry])}"
+            elif is_loaded_anew and entry in self._n_loaded:
+                facts[f"loaded {entry}"] = self._n_loaded[entry]
+        return facts
+
+    # Validation.
+
+    def check(self, saved: Mapping[str, Any]) -> None:
+        """Raise ValueError unless the entries of a checkpoint are whole and fit the parameters known so far."""
+        for entry, declared in self.declared.items():
+            for place, tensor in checked_tensors(entry, saved[entry]):
+                check_elements(place, tensor, tensor.isfinite(), "a finite number")
+                if declared.dtype is not None:
+                    check_range(place, tensor)
+        self._check_fits({entry: saved[entry] for entry in self.declared})
+
+    def check_declared_shapes(self, memory: MemoryByName, layouts: Mapping[str, Tensor]) -> None:
+        """Raise ValueError unless memory has the declared shapes for these layouts of gradients, by parameter name."""
+        for entry, declared in self.declared.items():
+            for name, tensor in memory[entry].items():
+                if declared.shape is not None and name in layouts:
+                    check_memory_shape(entry, name, tensor, declared.shape(as_real(layouts[name])))
+
+    def _check_fits(self, memory: MemoryByName) -> None:
+        """Raise ValueError unless loaded memory fits the model, as far as its parameters are known."""
+        names = self._state.names
+        parameters = names.known()
+        layouts = {name: gradient_layout(parameter) for name, parameter in parameters.items()}
+        self._state._check_shapes(memory, layouts)
+        errors = memory.get(ERRORS, {})
+        if not names.is_complete:
+            return
+        if unknown := [name for name in errors if name not in parameters]:
+            raise ValueError(
+                f"{len(unknown)} of {len(errors)} entries of the error memory belong to parameters that this model "
+                f"does not have, such as {unknown[0]!r}; it has {next(iter(parameters), 'none')!r} and others. "
+                "The checkpoint belongs to another model. Load the state that was saved with this model, or start with "
+                "a new state."
+            )
+        for name, error in errors.items():
+            if parameters[name].dtype.to_real() != torch.float64:
+                check_range(f"{ERRORS}[{name!r}]", error)
+
+    def _check_loaded(self, names: Sequence[str]) -> None:
+        """Raise ValueError, before anything is sent, if loaded memory does not fit the parameters known so far."""
+        if not self.is_loaded or self._fits_model:
+            return
+        memory = {entry: self.own[entry] | self.loaded[entry] for entry in self.declared}
+        known = {name for tensors in memory.values() for name in tensors}
+        if known and known.isdisjoint(names) and all(map(is_number, known)) != all(map(is_number, names)):
+            raise ValueError(
+                f"The loaded state has an entry {min(known)!r}, this bucket has {names[0]!r}: parameter names were "
+                "known in only one of the two runs. Call state.bind(model) before the first step in both."
+            )
+        self._check_fits(memory)
+        self._fits_model = self._state.names.is_complete
+
+
+def _folded(bucket: Any) -> MemoryByName:
+    """What the next bucket inherits where it differs from ``bucket.memory``."""
+    return {ERRORS: bucket.folded_errors()} if hasattr(bucket, "folded_errors") else {}
