@@ -86,22 +86,20 @@ class Work:
 
     def __init__(self, section: Section, memory: Tensor) -> None:
         table, wire, room = section.table, section.format, section.blocks_per_cell
-        self.section, self.wire = section, wire
+        self.table, self.wire = table, wire  # not the section, which has this object
         self._values, self.codes, self.decoded = memory[: 3 * RUN_NUMEL].view(3, -1, table.block_size)
         columns = memory[3 * RUN_NUMEL :].view(3, -1, 1)
         self.found, self.scales, self.inverses = columns[:, : RUN_NUMEL // table.block_size]
         self.shards: dict[int, list[Part]] = {}
         self.tiles: list[Tile] = []
         for run in table.runs:
-            flat, views = self._values[: run.stop - run.start].view(-1), []
-            if not run.is_slice:
-                places = [
-                    (i, (table.first_blocks[i] - run.start) * table.block_size) for i in range(run.first, run.last)
-                ]
-                views = [table.segments.view(i, flat, start) for i, start in places]
+            flat = self._values[: run.stop - run.start].view(-1)
+            tensors = range(run.first, 0 if run.is_slice else run.last)
+            starts = [(table.first_blocks[i] - run.start) * table.block_size for i in tensors]
+            views = [table.segments.view(i, flat, start) for i, start in zip(tensors, starts, strict=True)]
             cells = range(run.start // room, -(-run.stop // room))
             ends = [(cell, max(run.start, cell * room), min(run.stop, (cell + 1) * room)) for cell in cells]
-            self.tiles.append(Tile(run, flat, views, [self._part(*end, run.start) for end in ends]))
+            self.tiles.append(Tile(run, flat, views, [self._part(section, *end, run.start) for end in ends]))
         is_wide = section.payload_bytes % 8 == 0  # codes are moved eight bytes at a time
         self.encode = _ENCODERS[wire.kind] if is_wide else None
         self.encodes_partial = wire.kind in ("integers", "floats")
@@ -109,27 +107,21 @@ class Work:
         is_exceeded = table.dtype.itemsize == 2 and table.dtype != wire.dtype
         self.limit = torch.finfo(table.dtype).max if is_exceeded else None
 
-    def _part(self, cell: int, first: int, last: int, start: int) -> Part:
+    def _part(self, section: Section, cell: int, first: int, last: int, start: int) -> Part:
         """The blocks ``first`` to ``last - 1``, in the scratch of a run that starts with the block ``start``."""
-        section = self.section
         slots = slice(first - cell * section.blocks_per_cell, last - cell * section.blocks_per_cell)
-        scales, payload = (
-            slice(at + slots.start * width, at + slots.stop * width)
-            for at, width in (
-                (section.scales_at, section.format.scale_bytes),
-                (section.payload_at, section.payload_bytes),
-            )
-        )
+        widths = (section.scales_at, section.format.scale_bytes), (section.payload_at, section.payload_bytes)
+        scales, payload = (slice(at + slots.start * width, at + slots.stop * width) for at, width in widths)
         missing = [(block - first, count) for block, count in section.table.partial_between(first, last)]
         values = self._values[first - start : last - start]
         return Part(cell, scales, payload, slots, slice(first, last), values, missing)
 
-    def shard(self, cell: int) -> list[Part]:
+    def shard(self, section: Section, cell: int) -> list[Part]:
         """The blocks of a cell, in parts that fit the scratch. Kept in ``shards``."""
-        first, last = self.section.cell_blocks(cell)
+        first, last = section.cell_blocks(cell)
         room = len(self._values)
         ends = [(start, min(start + room, last)) for start in range(first, last, room)]
-        self.shards[cell] = [self._part(cell, *end, end[0]) for end in ends]
+        self.shards[cell] = [self._part(section, cell, *end, end[0]) for end in ends]
         return self.shards[cell]
 
 
@@ -150,7 +142,7 @@ def _encode_by_reference(
     rounding: Rounding | None,
 ) -> bool:
     """Encode the blocks from ``first`` on, and write what encoding lost to ``pending``. Whether all are finite."""
-    blocks = work.section.table.blocks(first, first + len(values))
+    blocks = work.table.blocks(first, first + len(values))
     encoded_scales, encoded = encode_with_errors(values, blocks, work.wire, pending, rounding)
     payload.copy_(encoded)
     if encoded_scales is not None:
@@ -382,7 +374,7 @@ def reduce_quantized_cpu(
     for piece in range(pieces):
         cell, n_blocks, is_finite = result[piece], 0, True
         own = piece * world_size + rank
-        for part in work.shards.get(own) or work.shard(own):
+        for part in work.shards.get(own) or work.shard(section, own):
             n_blocks, total = part.slots.stop, part.values
             _sum_cells(work, received[piece], part, total)
             if errors is not None:
@@ -419,7 +411,7 @@ def sum_quantized_cpu(received: Tensor, section: Section, total: Tensor, rank: i
     for piece in range(pieces):
         n_blocks = 0
         own = piece * world_size + rank
-        for part in work.shards.get(own) or work.shard(own):
+        for part in work.shards.get(own) or work.shard(section, own):
             n_blocks, part_sums = part.slots.stop, sums[piece, part.slots]
             _sum_cells(work, received[piece], part, part_sums)
             for row, count in part.missing:
