@@ -121,27 +121,22 @@ def test_unpack_is_the_inverse_of_pack(bits):
     assert torch.equal(pack(unpack(payload, bits).to(torch.uint8), bits), payload)
 
 
-def test_integer_codes_are_offset():
-    block = torch.zeros(1, 32)
-    block[0, :3] = torch.tensor([7.0, -7.0, 2.0])
-    scales, payload = WIRE_FORMATS["int4"].encode(block, torch.tensor([32]))
+@pytest.mark.parametrize(
+    ("name", "values", "codes", "decoded"),
+    [
+        # Ties round to even; codes are offset by 8, or in two's complement.
+        ("int4", [7, -7, 2, 0.5, 1.5, 2.5, -3.5], [15, 1, 10, 8, 10, 10, 4], [7, -7, 2, 0, 2, 2, -4]),
+        ("int8", [127, -127, 2, 0.5], [127, 129, 2, 0], [127, -127, 2, 0]),
+        ("int2", [3, -3, 1, -1, 0, 2.5, -0.5], [3, 0, 2, 1, 2, 3, 1], [3, -3, 1, -1, 1, 3, -1]),
+    ],
+)
+def test_codes_of_explicit_integers(name, values, codes, decoded):
+    wire, block = WIRE_FORMATS[name], torch.zeros(1, 32)
+    block[0, : len(values)] = torch.tensor(values)
+    scales, payload = wire.encode(block, torch.tensor([32]))
     assert scales == 1
-    assert (unpack(payload, 4)[0, :4]).tolist() == [15, 1, 10, 8]
-
-
-def test_codes_of_int8_are_in_twos_complement():
-    block = torch.zeros(1, 32)
-    block[0, :3] = torch.tensor([127.0, -127.0, 2.0])
-    scales, payload = WIRE_FORMATS["int8"].encode(block, torch.tensor([32]))
-    assert scales == 1
-    assert payload[0, :4].tolist() == [127, 129, 2, 0]
-
-
-def test_ties_round_to_even():
-    block = torch.zeros(1, 32)
-    block[0, :5] = torch.tensor([7.0, 0.5, 1.5, 2.5, -3.5])
-    decoded = round_trip(WIRE_FORMATS["int4"], block)
-    assert decoded[0, :5].tolist() == [7, 0, 2, 2, -4]
+    assert unpack(payload, wire.bits)[0, : len(codes)].tolist() == codes
+    assert wire.decode(scales, payload)[0, : len(codes)].tolist() == decoded
 
 
 def test_fp8_codes_round_trip():
