@@ -59,9 +59,10 @@ class WireFormat:
         name: the name that users write.
         bits: payload bits per element.
         levels: the largest magnitude on the grid, in units of the scale; 0: there are no scales.
-        dtype: dtype of the payload's elements; uint8 for all but `Floats`.
+        dtype: dtype of the payload's elements.
         kind: kind of codes. The CPU path and Triton's kernels have code for each kind.
         spacing: distance of neighbors on a grid of integers, in units of the scale.
+        dtypes: the dtypes that the payload's elements may have.
 
     Raises:
         ValueError: the implementations cannot encode and decode such a format.
@@ -73,8 +74,10 @@ class WireFormat:
     dtype: torch.dtype = torch.uint8
     kind: ClassVar[str]
     spacing: ClassVar[int] = 1
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.uint8,)
 
     def __post_init__(self) -> None:
+        self._expect("dtype", self.dtype in self.dtypes, f"one of {', '.join(map(str, self.dtypes))}")
         self._check()
 
     def _check(self) -> None:
@@ -192,7 +195,7 @@ class Integers(WireFormat):
 
     @cached_property
     def offset(self) -> int:
-        """0 for int8: a byte holds it in two's complement."""
+        """The number added to an integer to make its code: 0 in int8, whose codes are in two's complement."""
         return 0 if self.bits == 8 else 1 << self.bits - 1
 
     def payload(self, valid: Tensor, scaled: Tensor) -> Tensor:  # noqa: D102
@@ -268,10 +271,9 @@ class Floats(WireFormat):
     """Floating-point numbers without scales, saturated at the largest number of their dtype."""
 
     kind = "floats"
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
 
     def _check(self) -> None:
-        dtypes = (torch.bfloat16, torch.float16, torch.float32)
-        self._expect("dtype", self.dtype in dtypes, f"one of {', '.join(map(str, dtypes))}")
         bits = 8 * self.dtype.itemsize
         self._expect("bits", self.bits == bits, f"{bits}, the size of {self.dtype}")
         self._expect("levels", self.levels == 0, "0: there are no scales")
