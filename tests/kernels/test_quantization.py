@@ -1,5 +1,7 @@
 """The quantization kernels: bitwise equal to their references, and the properties of one exchange."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -172,6 +174,22 @@ def test_buckets_of_all_sizes_and_formats_share_their_scratch(monkeypatch):
         for numel in (100, 1000, 7000):
             check(Exchange(wire, layouts=(Layout((numel,), (1,)),)), torch.device("cpu"))
     assert quantize_cpu.SCRATCH.memory is memory
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the scratch belongs to the CPU path")
+def test_section_works_in_the_scratch_of_the_calling_thread():
+    tensors = [torch.randn(1000)]
+    layout = MessageLayout([(WIRE_FORMATS["int4"], BlockTable(tensors, 64, [1]))], 1)
+    (section,) = layout.sections
+    message = torch.zeros(layout.message_shape, dtype=torch.uint8)
+    quantize(tensors, section, message, scale=1.0)
+    memory, expected = section.memory, message.clone()
+    message.zero_()
+    with ThreadPoolExecutor(1) as other:
+        other.submit(quantize, tensors, section, message, scale=1.0).result()
+    assert section.memory is not memory and torch.equal(message, expected)
+    quantize(tensors, section, message, scale=1.0)
+    assert section.memory is memory
 
 
 @pytest.mark.parametrize("world_size, pieces", [(4, 1), (3, 2)])
