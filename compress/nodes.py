@@ -29,7 +29,6 @@ from gradwire.compress.quantization import (
     earlier_errors,
     full_format,
     sections_by_format,
-    two_shots,
 )
 from gradwire.compress.step import Step
 from gradwire.kernels import (
@@ -57,9 +56,6 @@ async def quantized_all_reduce_on_nodes(step: Step) -> None:
         await bucket.hand_over(bucket.inherited)
     # Reduce-scatter inside the node, in the gradients' dtype with sums in fp32. It loses nothing, so it needs no error
     # memory.
-    bucket.layout.check_tensors(source)
-    if target is not source:
-        bucket.layout.check_tensors(target)
     kernels = shard.kernels
     for members, section in zip(bucket.members, bucket.inside.sections, strict=True):
         if section.table.n_blocks > 0:
@@ -68,16 +64,18 @@ async def quantized_all_reduce_on_nodes(step: Step) -> None:
     for total, section in zip(sums, bucket.inside.sections, strict=True):
         if section.table.n_blocks > 0:
             kernels.sum_quantized(received, section, total, bucket.within.rank)
-    # Between nodes.
+    # Between nodes, up to the codes.
     tensors = shard.start_step(sums, sums, step.iteration, buffers)
-    await two_shots(tensors, 1 / step.transport.world_size, bucket.between)
+    tensors.quantize(1 / step.transport.world_size, bucket.between)
+    await bucket.between.all_to_all(tensors.received, tensors.message)
+    tensors.reduce(bucket.between)
+    await bucket.between.all_gather(tensors.message, tensors.result)
     # All-gather inside the node.
     await bucket.within.all_gather(gathered.view(1, bucket.within.world_size, -1), tensors.message.view(1, -1))
     for members, section in zip(bucket.members, bucket.message_layout.sections, strict=True):
         if section.table.n_blocks > 0:
             kernels.dequantize(gathered, section, [target[i] for i in members])
     if tensors.pending is not None:
-        assert shard.errors is not None
         kernels.commit_errors(gathered, tensors.pending, shard.errors)
     bucket.inherited = None
 

@@ -89,56 +89,30 @@ async def quantized_all_reduce(step: Step) -> None:
         True
     """
     bucket: QuantizedBucket = step.memory
-    bucket.layout.check_tensors(step.gradients)
-    if step.results is not step.gradients:
-        bucket.layout.check_tensors(step.results)
+    transport = step.transport
     tensors = bucket.start_step(step.gradients, step.results, step.iteration, step.workspace.wires(*bucket.wires))
-    await two_shot_all_reduce(tensors, 1 / step.transport.world_size, step.transport)
+    # First shot (DoubleSqueeze, algorithm 1, worker). E joins before quantization, so the residual of earlier steps is
+    # sent again. A rank sends each shard only to the rank that sums it: (n - 1) / n of one message (ZeRO++, 3.3).
+    tensors.quantize(1 / transport.world_size, transport)
+    await transport.all_to_all(tensors.received, tensors.message)
+    # Second shot (algorithm 1, server; here every rank serves one shard). The sum is in rank order, not in order of
+    # arrival, which would change its last bits. Quantizing it again has a residual of its own, E2.
+    tensors.reduce(transport)
+    await transport.all_gather(tensors.message, tensors.result)
+    # A rank decodes its own shard from the message, too: its fp32 sum is more precise than the others' copies.
+    tensors.dequantize()
     # Errors change last: only the gathered message tells whether a gradient was inf or NaN on any rank.
     if tensors.pending is not None:
-        assert bucket.errors is not None
         tensors.kernels.commit_errors(tensors.message, tensors.pending, bucket.errors)
 
 
 async def two_shot_all_reduce(step: QuantizedStep, scale: float, transport: Transport) -> None:
     """Write ``scale`` times the sum of the sources over all ranks into the targets; the next errors are pending."""
-    await two_shots(step, scale, transport)
-    # A rank decodes its own shard from the message, too: its fp32 sum is more precise than the others' copies.
-    for each in step.sections:
-        step.kernels.dequantize(step.message, each.section, each.target)
-
-
-async def two_shots(step: QuantizedStep, scale: float, transport: Transport) -> None:
-    """Leave the codes of ``scale`` times the sum of all gradients in ``step.message``; the next errors are pending."""
-    # First shot (DoubleSqueeze, algorithm 1, worker). E joins before quantization, so the residual of earlier steps is
-    # sent again. A rank sends each shard only to the rank that sums it: (n - 1) / n of one message (ZeRO++, 3.3).
-    for each in step.sections:
-        step.kernels.quantize(
-            each.source, each.section, step.message, scale, each.errors, each.pending, step.first_rounding
-        )
-    if step.message.device.type == "cpu":
-        _passes_in(step.message).fill_(transport.n_passes)
+    step.quantize(scale, transport)
     await transport.all_to_all(step.received, step.message)
-    if transport.n_passes > 0 and (problem := out_of_step(_passes_in(step.received)[0].tolist())) is not None:
-        raise RuntimeError(problem)
-    # Second shot (algorithm 1, server; here every rank serves one shard). The sum is in rank order, not in order of
-    # arrival, which would change its last bits. Quantizing it again has a residual of its own, E2.
-    for each in step.sections:
-        step.kernels.reduce_quantized(
-            step.received,
-            each.section,
-            step.result,
-            transport.rank,
-            each.shard_errors,
-            each.shard_pending,
-            step.second_rounding,
-        )
+    step.reduce(transport)
     await transport.all_gather(step.message, step.result)
-
-
-def _passes_in(message: Tensor) -> Tensor:
-    """The numbers of forward passes in the headers of a message's cells: int32 [pieces, n]."""
-    return message.view(torch.int32)[..., 1]
+    step.dequantize()
 
 
 class SectionTensors(NamedTuple):
@@ -164,6 +138,34 @@ class QuantizedStep(NamedTuple):
     pending: Tensor | None  # like `QuantizedBucket.errors`; None without error feedback
     first_rounding: Rounding
     second_rounding: Rounding
+
+    def quantize(self, scale: float, transport: Transport) -> None:
+        """Write ``scale`` times the sources into ``message``, quantized."""
+        kernels, message = self.kernels, self.message
+        for section, source, _, errors, pending, _, _ in self.sections:
+            kernels.quantize(source, section, message, scale, errors, pending, self.first_rounding)
+        if message.device.type == "cpu":
+            message.view(torch.int32)[..., 1] = transport.n_passes  # in the headers of all cells
+
+    def reduce(self, transport: Transport) -> None:
+        """Write the sums of ``received`` over all ranks into ``result``, quantized.
+
+        Raises RuntimeError if the ranks have made different numbers of forward passes.
+        """
+        received, n_passes = self.received, transport.n_passes
+        if n_passes > 0:
+            passes = received[0].view(torch.int32)[:, 1].tolist()
+            if passes.count(n_passes) < len(passes) and (problem := out_of_step(passes)) is not None:
+                raise RuntimeError(problem)
+        for section, _, _, _, _, errors, pending in self.sections:
+            self.kernels.reduce_quantized(
+                received, section, self.result, transport.rank, errors, pending, self.second_rounding
+            )
+
+    def dequantize(self) -> None:
+        """Write the numbers that the gathered ``message`` holds into the targets."""
+        for section, _, target, _, _, _, _ in self.sections:
+            self.kernels.dequantize(self.message, section, target)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,6 +242,7 @@ class QuantizedMessage:
         names = names if names is not None else [str(i) for i in range(len(layouts))]
         self._rank, self.kernels = transport.rank, bound_quantization(layouts[0].device)
         self.counter = torch.full((1,), iteration, dtype=torch.int64, device=layouts[0].device)
+        self._roundings = Rounding(self.counter, self._rank), Rounding(self.counter, SECOND_SHOT_SALT)
         self._members, groups = sections_by_format(layouts, formats, names, options)
         # The transport chooses the number of pieces by the size of an unsplit message.
         whole = MessageLayout(groups, transport.world_size)
@@ -248,6 +251,8 @@ class QuantizedMessage:
         sections = self.message_layout.sections
         self._sizes = [section.table.numel for section in sections]
         self._sizes += [self.message_layout.shard_numel(section) for section in sections]
+        by_number = enumerate(zip(sections, self._members, strict=True))
+        self._filled = [(k, section, members) for k, (section, members) in by_number if section.table.n_blocks > 0]
         self.errors: Tensor | None = None
 
     @cached_property
@@ -284,35 +289,18 @@ class QuantizedMessage:
         layout = self.message_layout
         # ``message`` serves twice: it is sent in the first shot, and gathered in the second.
         message, received, result = buffers[:3]
-        pending = buffers[3] if self.errors is not None else None
         result = result.view(layout.result_shape)
         result[:, :HEADER_BYTES].zero_()  # no non-finite sum so far
+        pending = buffers[3] if self.errors is not None else None
         n = len(layout.sections)
         errors = self.errors.split(self._sizes) if self.errors is not None else [None] * 2 * n
-        after = pending.split(self._sizes) if pending is not None else [None] * 2 * n
-        sections_in_step = [
-            SectionTensors(
-                section,
-                list(map(source.__getitem__, members)),
-                list(map(target.__getitem__, members)),
-                errors[k],
-                after[k],
-                errors[n + k],
-                after[n + k],
-            )
-            for k, (section, members) in enumerate(zip(layout.sections, self._members, strict=True))
-            if section.table.n_blocks > 0
-        ]
-        return QuantizedStep(
-            self.kernels,
-            sections_in_step,
-            message.view(layout.message_shape),
-            received.view(layout.message_shape),
-            result,
-            pending,
-            Rounding(self.counter, self._rank),
-            Rounding(self.counter, SECOND_SHOT_SALT),
-        )
+        after = pending.split(self._sizes) if pending is not None else errors
+        sections = []
+        for k, section, members in self._filled:
+            own, results = list(map(source.__getitem__, members)), list(map(target.__getitem__, members))
+            sections.append(SectionTensors(section, own, results, errors[k], after[k], errors[n + k], after[n + k]))
+        message, received = message.view(layout.message_shape), received.view(layout.message_shape)
+        return QuantizedStep(self.kernels, sections, message, received, result, pending, *self._roundings)
 
 
 class QuantizedFactors(QuantizedMessage):

@@ -175,9 +175,5 @@ class ScatterBucket:
         """Tell all ranks, in the headers of their cells, whether this rank's contribution is finite."""
         finite = []
         for section in self.message_layout.sections:
-            scales, payload = section.views(message[0])
-            if scales is None:
-                assert section.format.dtype is not None
-                scales = payload.view(section.format.dtype)
-            finite.append(scales.isfinite().all())  # NaN is the scale of a block that is not finite
+            finite.append(section.format.is_finite(*section.views(message[0])))
         message[0, :, :4].view(torch.int32).copy_(~torch.stack(finite).all())

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradwire.comm.executor import Workspace
 from gradwire.comm.transport import Algorithm, Transport
-from gradwire.kernels import SegmentTable, flatten, unflatten
+from gradwire.kernels import SegmentTable, as_real, flatten, unflatten
 
 
 class Gradients(NamedTuple):
@@ -89,6 +89,8 @@ class Step:
         workspace: Workspace,
     ) -> Step:
         """A step on lists of tensors, outside of a hook. ``results`` may be ``gradients``."""
+        if (layout := getattr(memory, "layout", None)) is not None:
+            layout.check_tensors(list(map(as_real, gradients)))
         table = SegmentTable(gradients)
         return cls(Gradients(gradients, table), Gradients(results, table), memory, iteration, transport, workspace)
 

@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,7 +84,6 @@ class BlockTable:
         self.n_blocks = sum(self.block_counts)
         self.numel = self.n_blocks * block_size
         self.segments.fields = [self.lengths, self.first_blocks, self.keys]
-        self._views: tuple[int, list[list[Tensor]]] = (0, [])  # address of the memory of a run, `run_views`
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -128,21 +128,8 @@ class BlockTable:
         starts = [first * self.block_size for first in self.first_blocks]
         return [self.segments.view(i, flat, start) for i, start in enumerate(starts)]
 
-    def run_views(self, memory: Tensor) -> list[list[Tensor]]:
-        """For each run of whole tensors, views of the run's blocks in ``memory``, as in `error_views`. Cached."""
-        if self._views[0] != memory.data_ptr():
-            views = [
-                [
-                    self.segments.view(i, memory, (self.first_blocks[i] - run.start) * self.block_size)
-                    for i in range(run.first, 0 if run.is_slice else run.last)
-                ]
-                for run in self.runs
-            ]
-            self._views = (memory.data_ptr(), views)
-        return self._views[1]
 
-
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Section:
     """The part of a message that one group of tensors takes, in every cell.
 
@@ -152,6 +139,7 @@ class Section:
         blocks_per_cell: how many blocks a cell has room for.
         scales_at: where the scales of the cell's blocks begin, in bytes from the start of the cell.
         payload_at: where their payloads begin.
+        memory, work: scratch of the CPU path, and the section's views of it; see `quantize_cpu`.
     """
 
     table: BlockTable
@@ -159,6 +147,8 @@ class Section:
     blocks_per_cell: int
     scales_at: int
     payload_at: int
+    memory: Any = None
+    work: Any = None
 
     def cell_blocks(self, cell: int) -> tuple[int, int]:
         """The first block of a cell, and one past its last. They are equal if the cell is empty."""
@@ -183,18 +173,6 @@ class Section:
     def payload_bytes(self) -> int:
         """Bytes of one block's payload."""
         return self.format.payload_bytes(self.table.block_size)
-
-    @cached_property
-    def run_cells(self) -> list[tuple[Run, list[tuple[int, int, int, int]]]]:
-        """The runs of the table with the cells of their blocks: cell, first slot, first block, one past the last."""
-        found, room = [], self.blocks_per_cell
-        for run in self.table.runs:
-            cells = []
-            for cell in range(run.start // room, -(-run.stop // room)):
-                first, last = max(run.start, cell * room), min(run.stop, (cell + 1) * room)
-                cells.append((cell, first - cell * room, first, last))
-            found.append((run, cells))
-        return found
 
 
 def _aligned(size: int) -> int:

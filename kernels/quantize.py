@@ -54,7 +54,7 @@ from gradwire.kernels.quantize_cpu import (
     sum_quantized_cpu,
 )
 from gradwire.kernels.segment_table import check_step, memory_order
-from gradwire.kernels.wire_formats import Rounding, decode, encode_with_errors
+from gradwire.kernels.wire_formats import Rounding, encode_with_errors
 
 MESSAGE_DTYPES = (torch.uint8,)
 ERROR_DTYPES = (torch.float32, torch.bfloat16)
@@ -129,7 +129,7 @@ def _decode_cells(cells: Tensor, section: Section, n_blocks: int) -> Tensor:
     """Decode the first ``n_blocks`` blocks of ``cells``, [cells, cell_bytes]: [n_blocks, block_size], fp32."""
     scales, payload = (None if view is None else view.flatten(0, 1)[:n_blocks] for view in section.views(cells))
     assert payload is not None
-    return decode(None if scales is None else scales.unsqueeze(1), payload.contiguous(), section.format)
+    return section.format.decode(None if scales is None else scales.unsqueeze(1), payload.contiguous())
 
 
 def quantize_reference(

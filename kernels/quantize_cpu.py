@@ -12,7 +12,7 @@ and elements that are not finite or too large for their scale.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import frexp
 from typing import NamedTuple
 
@@ -21,88 +21,142 @@ from torch import Tensor
 
 from gradwire.kernels.block_table import MIN_BLOCK_SIZE, RUN_NUMEL, BlockTable, Section
 from gradwire.kernels.segment_table import Run, memory_order
-from gradwire.kernels.wire_formats import MIN_SCALE, Rounding, WireFormat, decode, encode_with_errors
-
-
-class Buffers(NamedTuple):
-    """Scratch in fp32 for the blocks of a run: three tensors [n, block_size], then three [n, 1]."""
-
-    values: Tensor
-    codes: Tensor
-    decoded: Tensor
-    found: Tensor  # absmax or mean
-    scales: Tensor
-    inverses: Tensor
+from gradwire.kernels.wire_formats import MIN_SCALE, Rounding, WireFormat, encode_with_errors
 
 
 class Scratch(threading.local):
     """Memory of one thread for the longest run, kept: fresh memory costs a page fault every 4 KiB, 2 ms for a run."""
 
-    def __init__(self) -> None:
-        self._memory: Tensor | None = None
-        self._buffers: dict[int, Buffers] = {}  # by block size
+    memory = torch.empty(0, device="cpu")
 
-    def buffers(self, block_size: int) -> Buffers:
-        """Uninitialized buffers, which share their memory with those of other block sizes."""
-        if block_size not in self._buffers:
-            if self._memory is None:
-                numel = 3 * RUN_NUMEL + 3 * RUN_NUMEL // MIN_BLOCK_SIZE
-                self._memory = torch.empty(numel, dtype=torch.float32, device="cpu")
-            tiles = self._memory[: 3 * RUN_NUMEL].view(3, -1, block_size)
-            columns = self._memory[3 * RUN_NUMEL :].view(3, -1, 1)[:, : RUN_NUMEL // block_size]
-            self._buffers[block_size] = Buffers(*tiles, *columns)
-        return self._buffers[block_size]
+    def allocate(self) -> Tensor:
+        """The memory, uninitialized fp32: three tiles, and three columns of one element for each block."""
+        if self.memory.numel() == 0:
+            numel = 3 * RUN_NUMEL + 3 * RUN_NUMEL // MIN_BLOCK_SIZE
+            self.memory = torch.empty(numel, dtype=torch.float32, device="cpu")
+        return self.memory
 
 
 SCRATCH = Scratch()
 
 
-def _encode(
-    section: Section,
-    scratch: Buffers,
+class Part(NamedTuple):
+    """Consecutive blocks of one cell."""
+
+    cell: int
+    scales: slice  # bytes of their scales in the cell; none if the format has no scales
+    payload: slice  # bytes of their payloads
+    slots: slice  # their places in the cell
+    blocks: slice  # their numbers
+    values: Tensor  # [n, block_size] fp32, in the scratch
+    missing: list[tuple[int, int]]  # rows of ``values`` with missing elements, and the number of their elements
+
+
+class Tile(NamedTuple):
+    """A run of blocks, and its place in the scratch."""
+
+    run: Run
+    flat: Tensor  # [n * block_size] fp32
+    views: list[Tensor]  # of ``flat``, in the shapes of the run's tensors; none for a slice of a tensor
+    parts: list[Part]
+
+
+# Arguments: values, [n, block_size] fp32; scales, [n] bf16; payload, [n, bytes] uint8; pending, [n, block_size].
+Encoder = Callable[["Work", Tensor, Tensor, Tensor, Tensor | None], bool]
+Decoder = Callable[["Work", Tensor, Tensor, Tensor], None]
+
+
+class Work:
+    """A section's code and its views of one thread's scratch, made once.
+
+    Args:
+        section: the section.
+        memory: the scratch.
+
+    Attributes:
+        tiles: the runs of the section's table.
+        shards: the blocks of each cell that this rank has reduced, by cell; see `shard`.
+        codes, decoded: fp32 [n, block_size], for the longest run, next to the values. All sections share this memory.
+        found, scales, inverses: fp32 [n, 1]: absmax or mean, scale and its reciprocal.
+        encode: the format's encoder; None: the reference.
+        encodes_partial: whether it encodes blocks with missing elements.
+        decode: the format's decoder.
+        limit: largest number of the gradients' dtype; None if no decoded number exceeds it.
+    """
+
+    def __init__(self, section: Section, memory: Tensor) -> None:
+        table, wire, room = section.table, section.format, section.blocks_per_cell
+        self.table, self.wire = table, wire  # not the section, which has this object
+        self._values, self.codes, self.decoded = memory[: 3 * RUN_NUMEL].view(3, -1, table.block_size)
+        columns = memory[3 * RUN_NUMEL :].view(3, -1, 1)
+        self.found, self.scales, self.inverses = columns[:, : RUN_NUMEL // table.block_size]
+        self.shards: dict[int, list[Part]] = {}
+        self.tiles: list[Tile] = []
+        for run in table.runs:
+            flat = self._values[: run.stop - run.start].view(-1)
+            tensors = range(run.first, 0 if run.is_slice else run.last)
+            starts = [(table.first_blocks[i] - run.start) * table.block_size for i in tensors]
+            views = [table.segments.view(i, flat, start) for i, start in zip(tensors, starts, strict=True)]
+            cells = range(run.start // room, -(-run.stop // room))
+            ends = [(cell, max(run.start, cell * room), min(run.stop, (cell + 1) * room)) for cell in cells]
+            self.tiles.append(Tile(run, flat, views, [self._part(section, *end, run.start) for end in ends]))
+        is_wide = section.payload_bytes % 8 == 0  # codes are moved eight bytes at a time
+        self.encode = _ENCODERS[wire.kind] if is_wide else None
+        self.encodes_partial = wire.kind in ("integers", "floats")
+        self.decode = _DECODERS[wire.kind] if is_wide else _decode_by_reference
+        is_exceeded = table.dtype.itemsize == 2 and table.dtype != wire.dtype
+        self.limit = torch.finfo(table.dtype).max if is_exceeded else None
+
+    def _part(self, section: Section, cell: int, first: int, last: int, start: int) -> Part:
+        """The blocks ``first`` to ``last - 1``, in the scratch of a run that starts with the block ``start``."""
+        slots = slice(first - cell * section.blocks_per_cell, last - cell * section.blocks_per_cell)
+        widths = (section.scales_at, section.format.scale_bytes), (section.payload_at, section.payload_bytes)
+        scales, payload = (slice(at + slots.start * width, at + slots.stop * width) for at, width in widths)
+        missing = [(block - first, count) for block, count in section.table.partial_between(first, last)]
+        values = self._values[first - start : last - start]
+        return Part(cell, scales, payload, slots, slice(first, last), values, missing)
+
+    def shard(self, section: Section, cell: int) -> list[Part]:
+        """The blocks of a cell, in parts that fit the scratch. Kept in ``shards``."""
+        first, last = section.cell_blocks(cell)
+        room = len(self._values)
+        ends = [(start, min(start + room, last)) for start in range(first, last, room)]
+        self.shards[cell] = [self._part(section, cell, *end, end[0]) for end in ends]
+        return self.shards[cell]
+
+
+def _bind(section: Section) -> Work:
+    """A new `Work` of a section, for this thread."""
+    section.memory = SCRATCH.allocate()
+    work = section.work = Work(section, section.memory)
+    return work
+
+
+def _encode_by_reference(
+    work: Work,
     values: Tensor,  # [n, block_size] fp32
-    first_block: int,
-    scales: Tensor | None,  # [n] bf16
+    first: int,
+    scales: Tensor,  # [n] bf16
     payload: Tensor,  # [n, bytes] uint8
     pending: Tensor | None,  # [n, block_size]
     rounding: Rounding | None,
 ) -> bool:
-    """Encode consecutive blocks, and write what encoding lost to ``pending``. Whether all elements are finite."""
-    wire, table, last_block = section.format, section.table, first_block + values.shape[0]
-    if pending is None or pending.dtype == torch.float32:
-        if scales is None:
-            is_done = _encode_floats(wire, scratch, values, payload, pending)
-        elif wire.is_integer:
-            is_done = _encode_integers(wire, scratch, values, scales, payload, pending)
-        else:
-            is_whole = wire.is_odd and not table.partial_between(first_block, last_block)
-            encode_whole = _encode_signs if wire.bits == 1 else _encode_odd
-            is_done = is_whole and payload.shape[1] % 8 == 0
-            is_done = is_done and encode_whole(wire, scratch, values, scales, payload, pending)
-        if is_done:
-            return True
-    blocks = table.blocks(first_block, last_block)
-    encoded_scales, encoded = encode_with_errors(values, blocks, wire, pending, rounding)
+    """Encode the blocks from ``first`` on, and write what encoding lost to ``pending``. Whether all are finite."""
+    blocks = work.table.blocks(first, first + len(values))
+    encoded_scales, encoded = encode_with_errors(values, blocks, work.wire, pending, rounding)
     payload.copy_(encoded)
-    if scales is None or encoded_scales is None:
-        return bool(values.isfinite().all())
-    scales.copy_(encoded_scales.squeeze(1))
-    return not scales.isnan().any()
+    if encoded_scales is not None:
+        scales.copy_(encoded_scales.squeeze(1))
+    return bool(work.wire.is_finite(encoded_scales, encoded))
 
 
-def _round_scales(wire: WireFormat, scratch: Buffers, values: Tensor) -> tuple[Tensor, Tensor] | None:
+# The encoders below return False, with nothing done, if an element is not finite or a block is out of the ordinary.
+
+
+def _round_scales(work: Work, found: Tensor) -> tuple[Tensor, Tensor] | None:
     """The scales of blocks and their inverses, in scratch; None if one is not finite, or near the largest scale."""
-    n, half = values.shape
-    magnitudes, found = torch.abs(values, out=scratch.codes[:n]), scratch.found[:n]
-    if wire.bits == 1:
-        magnitudes.mul_(1 / half)
-        while half > 1:
-            half //= 2
-            magnitudes[:, :half] += magnitudes[:, half : 2 * half]
-        found.copy_(magnitudes[:, :1])
-    else:
-        torch.amax(magnitudes, 1, keepdim=True, out=found)
-    scale, inverse = scratch.scales[:n], scratch.inverses[:n]
+    wire, n = work.wire, len(found)
+    scale, inverse = work.scales[:n], work.inverses[:n]
     low, high = torch.aminmax(found)
     smallest, largest = low.item(), high.item()
     # Above this bound, the scale may be lowered and elements saturate. NaN fails the comparison.
@@ -119,69 +173,67 @@ def _round_scales(wire: WireFormat, scratch: Buffers, values: Tensor) -> tuple[T
     return scale, inverse
 
 
-def _encode_integers(
-    wire: WireFormat, scratch: Buffers, values: Tensor, scales: Tensor, payload: Tensor, pending: Tensor | None
-) -> bool:
-    """Encode to integers of two bits or more; False, with nothing done, if a block is out of the ordinary."""
-    n, width, bits, offset = values.shape[0], payload.shape[1], wire.bits, wire.offset
-    rounded = _round_scales(wire, scratch, values)
+def _encode_integers(work: Work, values: Tensor, scales: Tensor, payload: Tensor, pending: Tensor | None) -> bool:
+    """Encode to integers of two bits or more."""
+    wire, n = work.wire, len(values)
+    codes = torch.abs(values, out=work.codes[:n])
+    rounded = _round_scales(work, torch.amax(codes, 1, keepdim=True, out=work.found[:n]))
     if rounded is None:
         return False
     scale, inverse = rounded
-    q = torch.mul(values, inverse, out=scratch.codes[:n])
-    q.round_()
+    torch.mul(values, inverse, out=codes).round_()
     if pending is not None:
-        torch.addcmul(values, q, scale, value=-1, out=pending)
+        torch.addcmul(values, codes, scale, value=-1, out=pending)
     scales.copy_(scale.view(-1))
-    packed = _pack(q, width, bits)
-    for plane in range(1, 8 // bits):
-        offset += wire.offset << plane * bits
+    _pack(wire, codes, payload)
+    return True
+
+
+def _encode_odd(work: Work, values: Tensor, scales: Tensor, payload: Tensor, pending: Tensor | None) -> bool:
+    """Encode whole blocks to odd numbers."""
+    wire, n = work.wire, len(values)
+    codes = torch.abs(values, out=work.codes[:n])
+    rounded = _round_scales(work, torch.amax(codes, 1, keepdim=True, out=work.found[:n]))
+    if rounded is None:
+        return False
+    scale, inverse = rounded
+    torch.mul(values, inverse, out=codes).clamp_(-wire.levels, wire.levels).mul_(0.5).floor_()
+    if pending is not None:
+        codes.mul_(2).add_(1)
+        torch.addcmul(values, codes, scale, value=-1, out=pending)
+        pending += 0.0  # the error of -0 is 0
+        codes.sub_(1).mul_(0.5)
+    scales.copy_(scale.view(-1))
+    _pack(wire, codes, payload)
+    return True
+
+
+def _pack(wire: WireFormat, numbers: Tensor, payload: Tensor) -> None:
+    """Pack integers, or halves of odd ones, rounded down. ``numbers``, [n, block_size] fp32, are modified."""
+    width, offset = payload.shape[1], wire.offset
+    packed = numbers[:, :width]
+    for plane in range(1, wire.planes):
+        packed.add_(numbers[:, plane * width : (plane + 1) * width], alpha=1 << plane * wire.bits)
+        offset += wire.offset << plane * wire.bits
     payload.view(torch.int8).copy_(packed)
     if offset:
         payload.add_(offset)
-    return True
 
 
-def _encode_odd(
-    wire: WireFormat, scratch: Buffers, values: Tensor, scales: Tensor, payload: Tensor, pending: Tensor | None
-) -> bool:
-    """Encode whole blocks to odd numbers of two bits; False, with nothing done, if a block is out of the ordinary."""
-    rounded = _round_scales(wire, scratch, values)
-    if rounded is None:
-        return False
-    scale, inverse = rounded
-    q = torch.mul(values, inverse, out=scratch.codes[: values.shape[0]])
-    q.clamp_(-wire.levels, wire.levels).mul_(0.5).floor_()
-    if pending is not None:
-        q.mul_(2).add_(1)
-        torch.addcmul(values, q, scale, value=-1, out=pending)
-        pending += 0.0  # the error of -0 is 0
-        q.sub_(1).mul_(0.5)
-    scales.copy_(scale.view(-1))
-    payload.copy_(_pack(q.add_(wire.offset), payload.shape[1], wire.bits))
-    return True
-
-
-def _pack(codes: Tensor, width: int, bits: int) -> Tensor:
-    """Bytes of packed codes, in fp32: ``codes[:, :width]``, which is modified."""
-    packed = codes[:, :width]
-    for plane in range(1, 8 // bits):
-        packed.add_(codes[:, plane * width : (plane + 1) * width], alpha=1 << plane * bits)
-    return packed
-
-
-def _encode_signs(
-    wire: WireFormat, scratch: Buffers, values: Tensor, scales: Tensor, payload: Tensor, pending: Tensor | None
-) -> bool:
-    """Encode whole blocks to signs; False, with nothing done, if a block is out of the ordinary."""
-    n = values.shape[0]
-    rounded = _round_scales(wire, scratch, values)
+def _encode_signs(work: Work, values: Tensor, scales: Tensor, payload: Tensor, pending: Tensor | None) -> bool:
+    """Encode whole blocks to signs."""
+    n, half = values.shape
+    folded = torch.abs(values, out=work.codes[:n]).mul_(1 / half)
+    while half > 1:
+        half //= 2
+        folded[:, :half] += folded[:, half : 2 * half]
+    rounded = _round_scales(work, work.found[:n].copy_(folded[:, :1]))
     if rounded is None:
         return False
     scale, _ = rounded
     positive = values >= 0
     if pending is not None:
-        torch.sub(values, torch.where(positive, scale, -scale, out=scratch.codes[:n]), out=pending)
+        torch.sub(values, torch.where(positive, scale, -scale, out=work.codes[:n]), out=pending)
         pending += 0.0  # the error of -0 is 0
     scales.copy_(scale.view(-1))
     # Each plane is bytes of 0 or 1, so that a shift of eight of them stays within the bytes.
@@ -192,43 +244,62 @@ def _encode_signs(
     return True
 
 
-def _encode_floats(wire: WireFormat, scratch: Buffers, values: Tensor, payload: Tensor, pending: Tensor | None) -> bool:
-    """Encode without scales; False, with nothing done, if an element is not finite or saturates."""
-    assert wire.dtype is not None
-    limit = torch.finfo(wire.dtype).max
+def _encode_floats(work: Work, values: Tensor, scales: Tensor, payload: Tensor, pending: Tensor | None) -> bool:
+    """Encode without scales."""
+    dtype = work.wire.dtype
+    limit = torch.finfo(dtype).max
     low, high = torch.aminmax(values)
     if not (-limit <= low.item() and high.item() <= limit):
         return False
-    encoded = payload.view(wire.dtype).copy_(values)
+    encoded = payload.view(dtype).copy_(values)
     if pending is not None:
-        torch.sub(values, scratch.codes[: values.shape[0]].copy_(encoded), out=pending)
+        torch.sub(values, work.codes[: len(values)].copy_(encoded), out=pending)
     return True
 
 
-def _decode(wire: WireFormat, scratch: Buffers, scales: Tensor | None, payload: Tensor, out: Tensor) -> None:
-    """Decode blocks into ``out``, [n, block_size], fp32."""
-    n, width = payload.shape
-    if scales is None and wire.dtype is not None:
-        out.copy_(payload.view(wire.dtype))
-    elif wire.dtype is not None or scales is None or width % 8 != 0:
-        out.copy_(decode(None if scales is None else scales.unsqueeze(1), payload, wire))
-    elif wire.bits == 8:
-        out.copy_(payload.view(torch.int8)).mul_(scratch.scales[:n].copy_(scales.unsqueeze(1)))
-    else:
-        bits, is_odd = wire.bits, wire.is_odd
-        codes = payload.view(torch.int64)
-        plane = scratch.codes.view(torch.int8).view(-1)[: n * width].view(n, width)
-        words = plane.view(torch.int64)
-        # Odd numbers take a bit more, because they are codes plus a half: -64 and 64 are signs.
-        scale = scratch.scales[:n].copy_(scales.unsqueeze(1)).mul_(2.0 ** (bits - 8 + is_odd))
-        # The same byte eight times: the top bits, and what turns codes into two's complement.
-        top = int.from_bytes(bytes([256 - (1 << 8 - bits)] * 8), "little", signed=True)
-        middle = int.from_bytes(bytes([0x80 | is_odd << 7 - bits] * 8), "little", signed=True)
-        for i in range(8 // bits):
-            torch.bitwise_left_shift(codes, 8 - (i + 1) * bits, out=words)
-            words.bitwise_and_(top).bitwise_xor_(middle)
-            out[:, i * width : (i + 1) * width].copy_(plane)
-        out.mul_(scale)
+def _decode_floats(work: Work, scales: Tensor, payload: Tensor, out: Tensor) -> None:
+    out.copy_(payload.view(work.wire.dtype))
+
+
+def _decode_codes(work: Work, scales: Tensor, payload: Tensor, out: Tensor) -> None:
+    wire, (n, width) = work.wire, payload.shape
+    scale = work.scales[:n].copy_(scales.unsqueeze(1))
+    if wire.planes == 1:
+        out.copy_(payload.view(torch.int8)).mul_(scale)
+        return
+    codes = payload.view(torch.int64)
+    plane = work.codes.view(torch.int8).view(-1)[: n * width].view(n, width)
+    words = plane.view(torch.int64)
+    # Odd numbers take a bit more, because they are codes plus a half: -64 and 64 are signs.
+    scale.mul_(2.0 ** (wire.bits - 8) * wire.spacing)
+    # The same byte eight times: the top bits, and what turns codes into two's complement.
+    top = int.from_bytes(bytes([256 - (1 << 8 - wire.bits)] * 8), "little", signed=True)
+    middle = int.from_bytes(bytes([0x80 | wire.spacing - 1 << 7 - wire.bits] * 8), "little", signed=True)
+    for i in range(wire.planes):
+        torch.bitwise_left_shift(codes, 8 - (i + 1) * wire.bits, out=words)
+        words.bitwise_and_(top).bitwise_xor_(middle)
+        out[:, i * width : (i + 1) * width].copy_(plane)
+    out.mul_(scale)
+
+
+def _decode_by_reference(work: Work, scales: Tensor, payload: Tensor, out: Tensor) -> None:
+    out.copy_(work.wire.decode(scales.unsqueeze(1), payload))
+
+
+_ENCODERS: dict[str, Encoder | None] = {
+    "integers": _encode_integers,
+    "odd integers": _encode_odd,
+    "signs": _encode_signs,
+    "e4m3fn": None,
+    "floats": _encode_floats,
+}
+_DECODERS: dict[str, Decoder] = {
+    "integers": _decode_codes,
+    "odd integers": _decode_codes,
+    "signs": _decode_codes,
+    "e4m3fn": _decode_by_reference,
+    "floats": _decode_floats,
+}
 
 
 def _slice(tensors: Sequence[Tensor], table: BlockTable, run: Run, numel: int) -> Tensor:
@@ -247,17 +318,18 @@ def quantize_cpu(
     rounding: Rounding | None,
 ) -> None:
     """`quantize` on a CPU."""
-    table, scratch = section.table, SCRATCH.buffers(section.table.block_size)
-    views = table.run_views(scratch.values.view(-1))
-    scales, payload = section.views(message.flatten(0, 1))
-    pending = None if pending is None else pending.view(-1, table.block_size)
-    for i, (run, cells) in enumerate(section.run_cells):
-        values = scratch.values[: run.stop - run.start]
-        flat = values.view(-1)
-        error = None if errors is None else errors[run.start * table.block_size : run.stop * table.block_size]
+    table, size, width = section.table, section.table.block_size, section.payload_bytes
+    work = section.work if section.memory is SCRATCH.memory else _bind(section)
+    cells = message.flatten(0, 1)
+    encode = work.encode if pending is None or pending.dtype == torch.float32 else None
+    pending = None if pending is None else pending.view(-1, size)
+    tensors = table.segments.real(tensors) if table.segments.is_complex else list(tensors)
+    for run, flat, views, parts in work.tiles:
+        error = None if errors is None else errors[run.start * size : run.stop * size]
         if not run.is_slice:
-            flat.zero_()
-            torch._foreach_copy_(views[i], table.segments.real(tensors[run.first : run.last]))
+            if len(table.partial_blocks) > 0:
+                flat.zero_()
+            torch._foreach_copy_(views, tensors[run.first : run.last])
             flat.mul_(scale)
         else:
             source = _slice(tensors, table, run, flat.numel())
@@ -274,18 +346,13 @@ def quantize_cpu(
                 error = None
         if error is not None:
             flat += error
-        for cell, slot, first, last in cells:
-            slots = slice(slot, slot + last - first)
-            _encode(
-                section,
-                scratch,
-                values[first - run.start : last - run.start],
-                first,
-                None if scales is None else scales[cell, slots],
-                payload[cell, slots],
-                None if pending is None else pending[first:last],
-                rounding,
-            )
+        for part in parts:
+            cell, values = cells[part.cell], part.values
+            scales, payload = cell[part.scales].view(torch.bfloat16), cell[part.payload].view(-1, width)
+            after = None if pending is None else pending[part.blocks]
+            is_usual = work.encodes_partial or not part.missing
+            if encode is None or not is_usual or not encode(work, values, scales, payload, after):
+                _encode_by_reference(work, values, part.blocks.start, scales, payload, after, rounding)
 
 
 def reduce_quantized_cpu(
@@ -298,94 +365,84 @@ def reduce_quantized_cpu(
     rounding: Rounding | None,
 ) -> None:
     """`reduce_quantized` on a CPU."""
-    scratch, room = SCRATCH.buffers(section.table.block_size), section.blocks_per_cell
+    width = section.payload_bytes
+    work = section.work if section.memory is SCRATCH.memory else _bind(section)
     pieces, world_size, _ = received.shape
-    scales, payload = section.views(result)
-    errors = None if errors is None else errors.view(pieces, room, -1)
-    pending = None if pending is None else pending.view(pieces, room, -1)
+    encode = work.encode if pending is None or pending.dtype == torch.float32 else None
+    errors = None if errors is None else errors.view(pieces, section.blocks_per_cell, -1)
+    pending = None if pending is None else pending.view(pieces, section.blocks_per_cell, -1)
     for piece in range(pieces):
-        first, last = section.cell_blocks(piece * world_size + rank)
-        if pending is not None:
-            pending[piece, last - first :].zero_()
-        sent_scales, sent_payload = section.views(received[piece])
-        is_finite = True
-        for start in range(first, last, len(scratch.values)):
-            stop = min(start + len(scratch.values), last)
-            slots = slice(start - first, stop - first)
-            total = scratch.values[: stop - start]
-            _sum_cells(section, scratch, sent_scales, sent_payload, slots, total)
+        cell, n_blocks, is_finite = result[piece], 0, True
+        own = piece * world_size + rank
+        for part in work.shards.get(own) or work.shard(section, own):
+            n_blocks, total = part.slots.stop, part.values
+            _sum_cells(work, received[piece], part, total)
             if errors is not None:
-                total += errors[piece, slots]
-            for block, count in section.table.partial_between(start, stop):
-                total[block - start, count:] = 0
-            is_finite &= _encode(
-                section,
-                scratch,
-                total,
-                start,
-                None if scales is None else scales[piece, slots],
-                payload[piece, slots],
-                None if pending is None else pending[piece, slots],
-                rounding,
-            )
+                total += errors[piece, part.slots]
+            for row, count in part.missing:
+                total[row, count:] = 0
+            scales, payload = cell[part.scales].view(torch.bfloat16), cell[part.payload].view(-1, width)
+            after = None if pending is None else pending[piece, part.slots]
+            is_usual = work.encodes_partial or not part.missing
+            if encode is None or not is_usual or not encode(work, total, scales, payload, after):
+                first = part.blocks.start
+                is_finite &= _encode_by_reference(work, total, first, scales, payload, after, rounding)
+        if pending is not None:
+            pending[piece, n_blocks:].zero_()
         if not is_finite:
-            result[piece, :4].view(torch.int32).fill_(1)
+            cell[:4].view(torch.int32).fill_(1)
 
 
-def _sum_cells(
-    section: Section, scratch: Buffers, scales: Tensor | None, payload: Tensor, slots: slice, total: Tensor
-) -> None:
-    """``total`` = the sum of the blocks in these slots of all cells of a piece, in rank order."""
+def _sum_cells(work: Work, cells: Tensor, part: Part, total: Tensor) -> None:
+    """``total`` = the sum of the blocks of a part in all cells of a piece, in rank order."""
     total.zero_()
-    contribution = scratch.decoded[: len(total)]
-    for peer in range(len(payload)):
-        _decode(
-            section.format, scratch, None if scales is None else scales[peer, slots], payload[peer, slots], contribution
-        )
+    contribution = work.decoded[: len(total)]
+    for cell in cells:
+        scales, payload = cell[part.scales].view(torch.bfloat16), cell[part.payload].view(len(total), -1)
+        work.decode(work, scales, payload, contribution)
         total += contribution
 
 
 def sum_quantized_cpu(received: Tensor, section: Section, total: Tensor, rank: int) -> None:
     """`sum_quantized` on a CPU."""
-    table, scratch = section.table, SCRATCH.buffers(section.table.block_size)
+    work = section.work if section.memory is SCRATCH.memory else _bind(section)
     pieces, world_size, _ = received.shape
-    sums = total.view(pieces, section.blocks_per_cell, table.block_size)
+    sums = total.view(pieces, section.blocks_per_cell, -1)
     for piece in range(pieces):
-        first, last = section.cell_blocks(piece * world_size + rank)
-        scales, payload = section.views(received[piece])
-        for start in range(first, last, len(scratch.values)):
-            slots = slice(start - first, min(start + len(scratch.values), last) - first)
-            _sum_cells(section, scratch, scales, payload, slots, sums[piece, slots])
-        for block, count in table.partial_between(first, last):
-            sums[piece, block - first, count:] = 0
-        sums[piece, last - first :].zero_()
+        n_blocks = 0
+        own = piece * world_size + rank
+        for part in work.shards.get(own) or work.shard(section, own):
+            n_blocks, part_sums = part.slots.stop, sums[piece, part.slots]
+            _sum_cells(work, received[piece], part, part_sums)
+            for row, count in part.missing:
+                part_sums[row, count:] = 0
+        sums[piece, n_blocks:].zero_()
 
 
 def dequantize_cpu(gathered: Tensor, section: Section, tensors: Sequence[Tensor]) -> None:
     """`dequantize` on a CPU."""
-    table, scratch = section.table, SCRATCH.buffers(section.table.block_size)
-    views = table.run_views(scratch.values.view(-1))
-    scales, payload = section.views(gathered.flatten(0, 1))
-    for i, (run, cells) in enumerate(section.run_cells):
-        values, target = scratch.values[: run.stop - run.start], None
+    table, width = section.table, section.payload_bytes
+    work = section.work if section.memory is SCRATCH.memory else _bind(section)
+    cells = gathered.flatten(0, 1)
+    tensors = table.segments.real(tensors) if table.segments.is_complex else list(tensors)
+    for run, flat, views, parts in work.tiles:
+        values, target = flat, None
         if run.is_slice:
-            target = _slice(tensors, table, run, values.numel())
-            if target.dtype == torch.float32 and target.numel() == values.numel():
-                values, target = target.view_as(values), None
-        for cell, slot, first, last in cells:
-            slots = slice(slot, slot + last - first)
-            scale, out = None if scales is None else scales[cell, slots], values[first - run.start : last - run.start]
-            _decode(section.format, scratch, scale, payload[cell, slots], out)
-        if table.dtype.itemsize == 2 and section.format.dtype != table.dtype:  # the format may exceed the range
-            limit = torch.finfo(table.dtype).max
-            if section.format.is_scaled:
-                values.clamp_(-limit, limit)  # NaN passes, and there is no inf
-            else:
-                values.copy_(torch.where(values.isfinite(), values.clamp(-limit, limit), values))
+            target = _slice(tensors, table, run, flat.numel())
+            if target.dtype == torch.float32 and target.numel() == flat.numel():
+                values, target = target, None
+        blocks = values.view(-1, table.block_size)
+        for part in parts:
+            cell, out = cells[part.cell], blocks[part.blocks.start - run.start : part.blocks.stop - run.start]
+            work.decode(work, cell[part.scales].view(torch.bfloat16), cell[part.payload].view(-1, width), out)
+        if work.limit is not None and section.format.is_scaled:
+            values.clamp_(-work.limit, work.limit)  # NaN passes, and there is no inf
+        elif work.limit is not None:
+            values.copy_(torch.where(values.isfinite(), values.clamp(-work.limit, work.limit), values))
         if target is not None:
-            target.copy_(values.view(-1)[: target.numel()])
+            target.copy_(flat[: target.numel()])
         elif not run.is_slice:
-            torch._foreach_copy_(table.segments.real(tensors[run.first : run.last]), views[i])
+            torch._foreach_copy_(tensors[run.first : run.last], views)
 
 
 def commit_errors_cpu(gathered: Tensor, pending: Tensor, errors: Tensor) -> None:

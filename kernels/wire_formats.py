@@ -35,7 +35,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from math import floor, frexp, ldexp
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,20 +51,18 @@ SCALE_BYTES = 2
 ERROR_SALT = 0x5851F42D4C957F2D
 
 
-# The dtypes that a payload may have, and their levels: those of fp8 are scaled.
-FLOAT_LEVELS = {torch.float8_e4m3fn: 448, torch.bfloat16: 0, torch.float16: 0, torch.float32: 0}
-
-
 @dataclass(frozen=True)
 class WireFormat:
-    """One encoding of blocks.
+    """One encoding of blocks. Each kind of codes is a subclass.
 
     Attributes:
         name: the name that users write.
-        bits: payload bits per element: 2, 4 or 8 for integers, 1, 2 or 4 for odd numbers, else those of ``dtype``.
+        bits: payload bits per element.
         levels: the largest magnitude on the grid, in units of the scale; 0: there are no scales.
-        dtype: dtype of the payload, if the codes are floating-point numbers.
-        is_odd: whether the grid is the odd numbers from -levels to levels, without a zero.
+        dtype: dtype of the payload's elements.
+        kind: kind of codes. The CPU path and Triton's kernels have code for each kind.
+        spacing: distance of neighbors on a grid of integers, in units of the scale.
+        dtypes: the dtypes that the payload's elements may have.
 
     Raises:
         ValueError: the implementations cannot encode and decode such a format.
@@ -73,53 +71,38 @@ class WireFormat:
     name: str
     bits: int
     levels: int = 0
-    dtype: torch.dtype | None = None
-    is_odd: bool = False
+    dtype: torch.dtype = torch.uint8
+    kind: ClassVar[str]
+    spacing: ClassVar[int] = 1
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.uint8,)
 
     def __post_init__(self) -> None:
-        bits, levels = self.bits, self.levels
-        if self.dtype is not None:
-            if self.dtype not in FLOAT_LEVELS:
-                raise self._wrong("dtype", self.dtype, f"None or one of {', '.join(map(str, FLOAT_LEVELS))}")
-            if self.is_odd:
-                raise self._wrong("is_odd", True, f"False with {self.dtype}")
-            if bits != 8 * self.dtype.itemsize:
-                raise self._wrong("bits", bits, f"{8 * self.dtype.itemsize}, the size of {self.dtype}")
-            if levels != FLOAT_LEVELS[self.dtype]:
-                raise self._wrong("levels", levels, f"{FLOAT_LEVELS[self.dtype]} with {self.dtype}")
-        elif self.is_odd:
-            if bits not in (1, 2, 4):
-                raise self._wrong("bits", bits, "1, 2 or 4 for odd numbers: several codes fill a byte")
-            if levels != (1 << bits) - 1:
-                raise self._wrong("levels", levels, f"{(1 << bits) - 1}, the largest of 2^{bits} odd numbers")
-        else:
-            if bits not in (2, 4, 8):
-                raise self._wrong("bits", bits, "2, 4 or 8 for integers: whole codes fill a byte, and one code is 0")
-            if levels not in range(1, 1 << bits - 1):
-                raise self._wrong("levels", levels, f"1 to {(1 << bits - 1) - 1}, the largest integer of {bits} bits")
+        self._expect("dtype", self.dtype in self.dtypes, f"one of {', '.join(map(str, self.dtypes))}")
+        self._check()
 
-    def _wrong(self, attribute: str, value: object, expected: str) -> ValueError:
-        return ValueError(f"{attribute} of the wire format {self.name!r} is {value!r}; expected {expected}.")
+    def _check(self) -> None:
+        """Raise ValueError unless codes, pack and unpack are right for these bits and levels."""
+        raise NotImplementedError
+
+    def _expect(self, attribute: str, is_right: bool, expected: str) -> None:
+        if not is_right:
+            value = getattr(self, attribute)
+            raise ValueError(f"{attribute} of the wire format {self.name!r} is {value!r}; expected {expected}.")
+
+    @cached_property
+    def element(self) -> str:
+        """The name of ``dtype``: Triton's kernels cannot compare dtypes of PyTorch."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @cached_property
+    def offset(self) -> int:
+        """The number added to an integer, or to half of an odd one, rounded down, to make its code."""
+        return 1 << self.bits - 1
 
     @cached_property
     def is_scaled(self) -> bool:
         """Whether each block has a scale."""
         return self.levels > 0
-
-    @cached_property
-    def is_integer(self) -> bool:
-        """Whether the codes are integers, with a code for 0."""
-        return self.dtype is None and not self.is_odd
-
-    @cached_property
-    def is_bf16(self) -> bool:
-        """Whether the payload is bf16; Triton's kernels cannot compare dtypes of PyTorch."""
-        return self.dtype == torch.bfloat16
-
-    @cached_property
-    def offset(self) -> int:
-        """The number added to an integer to make its code. A byte holds any integer of int8 as it is."""
-        return 0 if self.bits == 8 else 1 << self.bits - 1
 
     @cached_property
     def planes(self) -> int:
@@ -145,20 +128,177 @@ class WireFormat:
         """Bytes of one block: scale and payload."""
         return self.scale_bytes + self.payload_bytes(block_size)
 
+    def encode(self, blocks: Tensor, counts: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Encode blocks in plain PyTorch.
 
-WIRE_FORMATS = {
-    wire.name: wire
-    for wire in (
-        WireFormat("int8", 8, levels=127),
-        WireFormat("int4", 4, levels=7),
-        WireFormat("int2", 2, levels=3, is_odd=True),
-        WireFormat("sign", 1, levels=1, is_odd=True),
-        WireFormat("fp8_e4m3", 8, levels=448, dtype=torch.float8_e4m3fn),
-        WireFormat("bf16", 16, dtype=torch.bfloat16),
-        WireFormat("fp16", 16, dtype=torch.float16),
-        WireFormat("fp32", 32, dtype=torch.float32),
-    )
-}
+        Args:
+            blocks: [n, block_size], fp32. Missing elements are 0.
+            counts: [n], int64: the number of elements of each block that are not missing.
+
+        Returns:
+            The scales, [n, 1] in bf16 (None if the format has none), and the payload, [n, payload bytes] in uint8.
+        """
+        scales = self.scales(blocks, counts)
+        valid = torch.where(scales.isnan(), 0.0, blocks)  # the scale alone carries the NaN: codes have none
+        inverse = torch.where(scales > 0, scales.reciprocal(), 0.0)
+        payload = self.payload(valid, (valid * inverse).clamp(-self.levels, self.levels))
+        # By their bits: the conversion of NaN to bf16 differs between devices.
+        return (scales.view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16), payload
+
+    def decode(self, scales: Tensor | None, payload: Tensor) -> Tensor:
+        """Decode what `encode` returned: [n, block_size], fp32."""
+        assert scales is not None
+        return self.numbers(payload) * scales.to(torch.float32)
+
+    def scales(self, blocks: Tensor, counts: Tensor) -> Tensor:
+        """The scales of blocks: fp32 numbers that are exact in bf16, [n, 1]; NaN for non-finite blocks."""
+        largest = blocks.abs().amax(1, keepdim=True)
+        # Divided by a tensor: CUDA would multiply by 1 / number.
+        return self.round_scale(largest, largest / torch.full_like(largest, self.levels))
+
+    def round_scale(self, largest: Tensor, quotient: Tensor) -> Tensor:
+        """``quotient`` rounded up to bf16 and into the range of scales.
+
+        Args:
+            largest: fp32. Where it is 0, the scale is 0; where it is not finite, NaN.
+            quotient: fp32.
+        """
+        # bf16 is the upper half of fp32: adding 0xFFFF before cutting off the lower half rounds away from zero.
+        up = ((quotient.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)
+        scale = torch.where(largest > 0, up.clamp(MIN_SCALE, self.max_scale), 0.0)
+        return torch.where(largest.isfinite(), scale, torch.nan)
+
+    def payload(self, valid: Tensor, scaled: Tensor) -> Tensor:
+        """The payload of finite blocks, [n, block_size]; ``scaled`` is the same in units of the scale."""
+        raise NotImplementedError
+
+    def numbers(self, payload: Tensor) -> Tensor:
+        """The numbers of a payload in units of the scale: [n, block_size], fp32."""
+        raise NotImplementedError
+
+    def is_finite(self, scales: Tensor | None, payload: Tensor) -> Tensor:
+        """Whether all encoded blocks are finite: a bool on the device."""
+        assert scales is not None
+        return scales.isfinite().all()
+
+
+class Integers(WireFormat):
+    """Integers from -levels to levels, with a code for 0."""
+
+    kind = "integers"
+
+    def _check(self) -> None:
+        self._expect("bits", self.bits in (2, 4, 8), "2, 4 or 8: whole codes fill a byte, and one code is 0")
+        largest = (1 << self.bits - 1) - 1
+        expected = f"1 to {largest}, the largest integer of {self.bits} bits"
+        self._expect("levels", self.levels in range(1, largest + 1), expected)
+
+    @cached_property
+    def offset(self) -> int:
+        """The number added to an integer to make its code: 0 in int8, whose codes are in two's complement."""
+        return 0 if self.bits == 8 else 1 << self.bits - 1
+
+    def payload(self, valid: Tensor, scaled: Tensor) -> Tensor:  # noqa: D102
+        return pack(scaled.round().to(torch.int32) + self.offset, self.bits)
+
+    def numbers(self, payload: Tensor) -> Tensor:  # noqa: D102
+        codes = unpack(payload, self.bits) if self.offset > 0 else payload.view(torch.int8)
+        return codes.to(torch.float32) - self.offset
+
+
+class OddIntegers(WireFormat):
+    """The odd numbers from -levels to levels, without a zero."""
+
+    kind = "odd integers"
+    spacing = 2
+
+    def _check(self) -> None:
+        self._expect("bits", self.bits in (2, 4), "2 or 4: several codes fill a byte")
+        largest = (1 << self.bits) - 1
+        self._expect("levels", self.levels == largest, f"{largest}, the largest of 2^{self.bits} odd numbers")
+
+    def payload(self, valid: Tensor, scaled: Tensor) -> Tensor:  # noqa: D102
+        codes = (scaled * 0.5).floor() + self.offset  # 2 floor(y / 2) + 1 is the odd number nearest to y
+        return pack(codes, self.bits)
+
+    def numbers(self, payload: Tensor) -> Tensor:  # noqa: D102
+        return 2 * unpack(payload, self.bits).to(torch.float32) - self.levels
+
+
+class Signs(WireFormat):
+    """-1 or 1, times the mean magnitude of the block."""
+
+    kind = "signs"
+    spacing = 2
+
+    def _check(self) -> None:
+        self._expect("bits", self.bits == 1, "1")
+        self._expect("levels", self.levels == 1, "1")
+
+    def scales(self, blocks: Tensor, counts: Tensor) -> Tensor:  # noqa: D102
+        block_size = blocks.shape[1]
+        mean = blocks.abs() * (1 / block_size)
+        while mean.shape[1] > 1:
+            half = mean.shape[1] // 2
+            mean = mean[:, :half] + mean[:, half:]
+        share = torch.full_like(mean, block_size) / counts.unsqueeze(1).to(torch.float32)
+        return self.round_scale(mean, mean * share)
+
+    def payload(self, valid: Tensor, scaled: Tensor) -> Tensor:  # noqa: D102
+        return pack(valid >= 0, 1)
+
+    def numbers(self, payload: Tensor) -> Tensor:  # noqa: D102
+        return 2 * unpack(payload, 1).to(torch.float32) - 1
+
+
+class Float8(WireFormat):
+    """Numbers in e4m3fn."""
+
+    kind = "e4m3fn"
+
+    def _check(self) -> None:
+        self._expect("bits", self.bits == 8, "8")
+        self._expect("levels", self.levels == 448, "448, the largest number in e4m3fn")
+
+    def payload(self, valid: Tensor, scaled: Tensor) -> Tensor:  # noqa: D102
+        return _narrow(scaled, torch.float8_e4m3fn).view(torch.uint8)
+
+    def numbers(self, payload: Tensor) -> Tensor:  # noqa: D102
+        return payload.view(torch.float8_e4m3fn).to(torch.float32)
+
+
+class Floats(WireFormat):
+    """Floating-point numbers without scales, saturated at the largest number of their dtype."""
+
+    kind = "floats"
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+
+    def _check(self) -> None:
+        bits = 8 * self.dtype.itemsize
+        self._expect("bits", self.bits == bits, f"{bits}, the size of {self.dtype}")
+        self._expect("levels", self.levels == 0, "0: there are no scales")
+
+    def encode(self, blocks: Tensor, counts: Tensor) -> tuple[Tensor | None, Tensor]:  # noqa: D102
+        return None, _narrow(blocks, self.dtype).view(torch.uint8)
+
+    def decode(self, scales: Tensor | None, payload: Tensor) -> Tensor:  # noqa: D102
+        return payload.view(self.dtype).to(torch.float32)
+
+    def is_finite(self, scales: Tensor | None, payload: Tensor) -> Tensor:  # noqa: D102
+        return payload.view(self.dtype).isfinite().all()
+
+
+_FORMATS: tuple[WireFormat, ...] = (
+    Integers("int8", 8, levels=127),
+    Integers("int4", 4, levels=7),
+    OddIntegers("int2", 2, levels=3),
+    Signs("sign", 1, levels=1),
+    Float8("fp8_e4m3", 8, levels=448),
+    Floats("bf16", 16, dtype=torch.bfloat16),
+    Floats("fp16", 16, dtype=torch.float16),
+    Floats("fp32", 32, dtype=torch.float32),
+)
+WIRE_FORMATS = {wire.name: wire for wire in _FORMATS}
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,78 +330,14 @@ class Blocks(NamedTuple):
     starts: Tensor  # index of the first element in the tensor's memory order
 
 
-def round_scale(absmax: Tensor, quotient: Tensor, wire: WireFormat) -> Tensor:
-    """``quotient`` rounded up to bf16 and into the range of scales; 0 where ``absmax`` is 0. All are fp32."""
-    # bf16 is the upper half of fp32: adding 0xFFFF before cutting off the lower half rounds away from zero.
-    up = ((quotient.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)
-    return torch.where(absmax > 0, up.clamp(MIN_SCALE, wire.max_scale), 0.0)
-
-
-def block_scales(blocks: Tensor, counts: Tensor, wire: WireFormat) -> Tensor:
-    """The scales of blocks, as in `encode`: fp32 numbers that are exact in bf16, [n, 1]; NaN for non-finite blocks."""
-    if wire.bits == 1:
-        block_size = blocks.shape[1]
-        mean = blocks.abs() * (1 / block_size)
-        while mean.shape[1] > 1:
-            half = mean.shape[1] // 2
-            mean = mean[:, :half] + mean[:, half:]
-        share = torch.full_like(mean, block_size) / counts.unsqueeze(1).to(torch.float32)
-        largest, quotient = mean, mean * share
-    else:
-        largest = blocks.abs().amax(1, keepdim=True)
-        quotient = largest / torch.full_like(largest, wire.levels)  # a tensor: CUDA would multiply by 1 / number
-    return torch.where(largest.isfinite(), round_scale(largest, quotient, wire), torch.nan)
-
-
-def encode(blocks: Tensor, counts: Tensor, wire: WireFormat) -> tuple[Tensor | None, Tensor]:
-    """Encode blocks in plain PyTorch.
-
-    Args:
-        blocks: [n, block_size], fp32. Missing elements are 0.
-        counts: [n], int64: the number of elements of each block that are not missing.
-        wire: the format.
-
-    Returns:
-        The scales, [n, 1] in bf16 (None if the format has none), and the payload, [n, payload bytes] in uint8.
-    """
-    if not wire.is_scaled:
-        assert wire.dtype is not None
-        return None, _encode_float(blocks, wire.dtype).view(torch.uint8)
-    scales = block_scales(blocks, counts, wire)
-    valid = torch.where(scales.isnan(), 0.0, blocks)  # the scale alone carries the NaN: codes have none
-    inverse = torch.where(scales > 0, scales.reciprocal(), 0.0)
-    scaled = (valid * inverse).clamp(-wire.levels, wire.levels)
-    if wire.bits == 1:
-        payload = pack((valid >= 0).to(torch.uint8), 1)
-    elif wire.dtype is not None:
-        payload = _encode_float(scaled, wire.dtype).view(torch.uint8)
-    elif wire.is_odd:
-        codes = (scaled * 0.5).floor() + wire.offset  # 2 floor(y / 2) + 1 is the odd number nearest to y
-        payload = pack(codes.to(torch.uint8), wire.bits)
-    else:
-        payload = pack(scaled.round().to(torch.int32) + wire.offset, wire.bits)
-    # By their bits: the conversion of NaN to bf16 differs between devices.
-    return (scales.view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16), payload
-
-
-def decode(scales: Tensor | None, payload: Tensor, wire: WireFormat) -> Tensor:
-    """Decode what `encode` returned: [n, block_size], fp32."""
-    if wire.dtype is not None:
-        values = payload.view(wire.dtype).to(torch.float32)
-    else:
-        codes = (payload.view(torch.int8) if wire.bits == 8 else unpack(payload, wire.bits)).to(torch.float32)
-        values = 2 * codes - wire.levels if wire.is_odd else codes - wire.offset
-    return values if scales is None else values * scales.to(torch.float32)
-
-
 def encode_with_errors(
     values: Tensor, blocks: Blocks, wire: WireFormat, pending: Tensor | None, rounding: Rounding | None
 ) -> tuple[Tensor | None, Tensor]:
     """`encode` blocks, [n, block_size], and write their errors to ``pending``."""
-    scales, payload = encode(values, blocks.counts, wire)
+    scales, payload = wire.encode(values, blocks.counts)
     if pending is not None:
         columns = torch.arange(values.shape[1], device=values.device)
-        error = values - decode(scales, payload, wire)
+        error = values - wire.decode(scales, payload)
         error = torch.where(columns < blocks.counts.unsqueeze(1), error, 0.0) + 0.0  # -0 becomes 0: codes have no -0
         if pending.dtype == torch.bfloat16:
             assert rounding is not None
@@ -293,7 +369,7 @@ def round_to_bf16(x: Tensor, draws: Tensor) -> Tensor:
     return torch.where(x.isfinite(), rounded, x).to(torch.bfloat16)
 
 
-def _encode_float(x: Tensor, dtype: torch.dtype) -> Tensor:
+def _narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Round fp32 numbers to another floating-point dtype, to nearest even. Finite numbers stay finite."""
     if dtype == torch.float32:
         return x.contiguous()

@@ -53,9 +53,9 @@ def _with_sign(magnitude, bits):
 @triton.jit
 def _to_float(x, FORMAT: tl.constexpr):
     """Round to the dtype of a format without scales. Finite numbers saturate; inf and NaN pass through."""
-    if FORMAT.bits == 32:
+    if FORMAT.element == "float32":
         y = x
-    elif FORMAT.is_bf16:
+    elif FORMAT.element == "bfloat16":
         y = _clamp(x, 3.3895313892515355e38).to(tl.bfloat16)
     else:
         y = _clamp(x, 65504.0).to(tl.float16)
@@ -151,7 +151,7 @@ def _block_scales(
     """`wire_formats.block_scales`: [N]."""
     N: tl.constexpr = values.shape[0]
     BLOCK: tl.constexpr = values.shape[1]
-    if FORMAT.bits == 1:
+    if FORMAT.kind == "signs":
         folded = tl.abs(values) * (1 / BLOCK)
         for i in tl.static_range(10):  # blocks have at most 2^10 elements
             if i < 3:  # of 8 planes, the first half and the second
@@ -176,22 +176,22 @@ def _block_scales(
 
 
 @triton.jit
-def _pack(codes, BITS: tl.constexpr, STRIDE: tl.constexpr = 1):
+def _pack(codes, FORMAT: tl.constexpr, STRIDE: tl.constexpr = 1):
     """`wire_formats.pack`: every STRIDE-th plane of [N, BLOCK] to [N, bytes], in int32."""
     packed = codes
-    if STRIDE * BITS < 8:
+    if STRIDE < FORMAT.planes:
         even, odd = tl.split(tl.reshape(codes, (codes.shape[0], codes.shape[1] // 2, 2)))
-        packed = _pack(even, BITS, 2 * STRIDE) | (_pack(odd, BITS, 2 * STRIDE) << (STRIDE * BITS))
+        packed = _pack(even, FORMAT, 2 * STRIDE) | (_pack(odd, FORMAT, 2 * STRIDE) << (STRIDE * FORMAT.bits))
     return packed
 
 
 @triton.jit
-def _unpack(payload, BITS: tl.constexpr, STRIDE: tl.constexpr = 1):
+def _unpack(payload, FORMAT: tl.constexpr, STRIDE: tl.constexpr = 1):
     """`wire_formats.unpack`: every STRIDE-th plane of [N, bytes], in int32."""
-    codes = payload & ((1 << BITS) - 1)
-    if STRIDE * BITS < 8:
-        even = _unpack(payload, BITS, 2 * STRIDE)
-        odd = _unpack(payload >> (STRIDE * BITS), BITS, 2 * STRIDE)
+    codes = payload & ((1 << FORMAT.bits) - 1)
+    if STRIDE < FORMAT.planes:
+        even = _unpack(payload, FORMAT, 2 * STRIDE)
+        odd = _unpack(payload >> (STRIDE * FORMAT.bits), FORMAT, 2 * STRIDE)
         codes = tl.reshape(tl.join(even, odd), (even.shape[0], 2 * even.shape[1]))
     return codes
 
@@ -204,7 +204,7 @@ def encode_blocks(
     FULL: tl.constexpr,
 ):
     """Encode blocks: scales, [N] (0 without scales), payload, [N, elements], and what they decode to, [N, BLOCK]."""
-    if FORMAT.levels == 0:
+    if not FORMAT.is_scaled:
         scale = tl.zeros((values.shape[0],), tl.float32)
         payload = _to_float(values, FORMAT)
         decoded = payload.to(tl.float32)
@@ -212,7 +212,7 @@ def encode_blocks(
         scale = _block_scales(values, counts, FORMAT, FULL)
         # A block that is not finite has the codes of zeros.
         valid = tl.where((scale == scale)[:, None], values, 0.0)
-        if FORMAT.bits == 1:
+        if FORMAT.kind == "signs":
             codes = tl.where(valid >= 0, 1, 0)
             q = tl.where(valid >= 0, 1.0, -1.0)
         else:
@@ -221,7 +221,7 @@ def encode_blocks(
             inverse = tl.where(scale > 0, reciprocal, 0.0)
             limit: tl.constexpr = FORMAT.levels * 1.0
             scaled = tl.minimum(tl.maximum(valid * inverse[:, None], -limit), limit)
-            if FORMAT.is_odd:
+            if FORMAT.kind == "odd integers":
                 # 2 floor(y / 2) + 1 is the odd number nearest to y.
                 half = scaled * 0.5
                 # Not `tl.floor`, which on NVIDIA takes a negative subnormal number for 0.
@@ -229,13 +229,14 @@ def encode_blocks(
                 code = truncated - tl.where(truncated > half, 1.0, 0.0) + FORMAT.offset * 1.0
                 codes = code.to(tl.int32)
                 q = 2.0 * code - limit
-            elif FORMAT.is_integer:
+            elif FORMAT.kind == "integers":
                 q = _round(scaled)
                 codes = q.to(tl.int32) + FORMAT.offset
             else:
+                tl.static_assert(FORMAT.kind == "e4m3fn")
                 codes = _to_e4m3(scaled)
                 q = _from_e4m3(codes)
-        payload = _pack(codes, FORMAT.bits).to(tl.uint8)
+        payload = _pack(codes, FORMAT).to(tl.uint8)
         decoded = q * scale[:, None]
     return scale, payload, decoded
 
@@ -266,11 +267,11 @@ def locate_blocks(
 def _payload_ptrs(payload, slots, FORMAT: tl.constexpr, BLOCK: tl.constexpr):
     """Pointers to the payload of each block, [N, elements], from the address of the first one in its cell."""
     SIZE: tl.constexpr = BLOCK * FORMAT.bits // 8
-    FLOAT: tl.constexpr = tl.bfloat16 if FORMAT.is_bf16 else tl.float16 if FORMAT.bits == 16 else tl.float32
-    ELEMENT: tl.constexpr = tl.uint8 if FORMAT.levels > 0 else FLOAT
-    WIDTH: tl.constexpr = SIZE if FORMAT.levels > 0 else BLOCK
+    HALF: tl.constexpr = tl.bfloat16 if FORMAT.element == "bfloat16" else tl.float16
+    FLOAT: tl.constexpr = tl.float32 if FORMAT.element == "float32" else HALF
+    ELEMENT: tl.constexpr = tl.uint8 if FORMAT.element == "uint8" else FLOAT
     first = (payload + slots.to(tl.int64) * SIZE).to(tl.pointer_type(ELEMENT))
-    return tl.multiple_of(first, min(SIZE, 16))[:, None] + tl.arange(0, WIDTH)[None, :]
+    return tl.multiple_of(first, min(SIZE & -SIZE, 16))[:, None] + tl.arange(0, BLOCK // FORMAT.planes)[None, :]
 
 
 @triton.jit
@@ -286,14 +287,14 @@ def load_blocks(
     """Load and decode blocks of a message: [N, BLOCK], fp32."""
     payload_ptrs = _payload_ptrs(payload, slots, FORMAT, BLOCK)
     encoded = tl.load(payload_ptrs) if FULL else tl.load(payload_ptrs, mask=mask[:, None], other=0)
-    if FORMAT.levels == 0:
+    if not FORMAT.is_scaled:
         values = encoded.to(tl.float32)
     else:
-        codes = _unpack(encoded.to(tl.int32), FORMAT.bits)
-        if FORMAT.is_odd:
+        codes = _unpack(encoded.to(tl.int32), FORMAT)
+        if FORMAT.kind == "odd integers" or FORMAT.kind == "signs":
             q = (2 * codes - FORMAT.levels).to(tl.float32)
-        elif FORMAT.is_integer:
-            signed = codes << 24 >> 24 if FORMAT.bits == 8 else codes - FORMAT.offset
+        elif FORMAT.kind == "integers":
+            signed = codes - FORMAT.offset if FORMAT.offset > 0 else codes << 24 >> 24
             q = signed.to(tl.float32)
         else:
             q = _from_e4m3(codes)
@@ -318,7 +319,7 @@ def store_blocks(
     """Store what `encode_blocks` returned into a message."""
     payload_ptrs = _payload_ptrs(payload, slots, FORMAT, BLOCK)
     tl.store(payload_ptrs, encoded, mask=None if FULL else mask[:, None])
-    if FORMAT.levels > 0:
+    if FORMAT.is_scaled:
         # One NaN for all devices: those of arithmetic differ in their bits.
         bits = tl.where(scale == scale, scale.to(tl.int32, bitcast=True) >> 16, 0x7FC0).to(tl.int16)
         scale_ptrs = (scales + slots.to(tl.int64) * 2).to(tl.pointer_type(tl.int16))

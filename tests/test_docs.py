@@ -267,6 +267,13 @@ def test_bytes_out_of_a_node_on_the_quantization_page_follow_the_formula():
         assert shown == [f"{factor * each / 4:.2f}x" for each in wire_bytes], gpus
 
 
+def test_quantization_page_lists_every_wire_format_with_its_bits():
+    page = (ROOT / "docs" / "quantization.md").read_text()
+    rows = re.findall(r"^\| (`.*?) \| ([0-9.]+) \|", page, re.MULTILINE)
+    shown = {name.strip("`"): float(bits) for names, bits in rows for name in names.split(", ")}
+    assert shown == {name: wire.block_bytes(64) / 8 for name, wire in gradwire.kernels.WIRE_FORMATS.items()}
+
+
 def test_overview_lists_every_public_hook():
     modules = [getattr(gradwire.hooks, name) for name in gradwire.hooks.__all__]
     public = {name for module in modules for name in module.__all__ if name.endswith(("_hook", "_wrapper"))}

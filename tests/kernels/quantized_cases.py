@@ -27,10 +27,10 @@ from tests.kernels.cases import Layout, layouts, name, values
 from tests.kernels.exact import Guarded, assert_same_bits
 
 FP32, FP16, BF16, FP64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
-INTEGER_FORMATS = ("int8", "int4")
-ODD_FORMATS = ("int2", "sign")  # codes of odd numbers, without a zero
-SCALED_FORMATS = (*INTEGER_FORMATS, *ODD_FORMATS, "fp8_e4m3")
-RAW_FORMATS = ("bf16", "fp16", "fp32")
+INTEGER_FORMATS = [name for name, wire in WIRE_FORMATS.items() if wire.kind == "integers"]
+ODD_FORMATS = [name for name, wire in WIRE_FORMATS.items() if wire.spacing == 2]  # without a zero
+SCALED_FORMATS = [name for name, wire in WIRE_FORMATS.items() if wire.is_scaled]
+RAW_FORMATS = [name for name, wire in WIRE_FORMATS.items() if not wire.is_scaled]
 KINDS = ("normal", "spiked", "tiny", "huge", "bits", "zeros", "outliers")
 PUBLIC = (quantize, reduce_quantized, sum_quantized, dequantize, commit_errors)
 REFERENCE = (

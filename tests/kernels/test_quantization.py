@@ -1,5 +1,7 @@
 """The quantization kernels: bitwise equal to their references, and the properties of one exchange."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,7 +12,6 @@ from gradwire.kernels import (
     BlockTable,
     MessageLayout,
     Rounding,
-    WireFormat,
     commit_errors,
     commit_errors_reference,
     dequantize,
@@ -22,6 +23,7 @@ from gradwire.kernels import (
     sum_quantized_reference,
 )
 from gradwire.kernels import block_table as block_table_module
+from gradwire.kernels.wire_formats import Floats, Integers, OddIntegers
 from tests.kernels.cases import INTERPRETED, PROPERTY, Layout, name
 from tests.kernels.exact import assert_same_bits
 from tests.kernels.quantized_cases import (
@@ -78,10 +80,10 @@ def test_full_and_partial_chunks_match_reference(wire, device):
 
 
 NEW_FORMATS = [
-    WireFormat("ternary", 2, levels=1),
-    WireFormat("int8 of 100 levels", 8, levels=100),
-    WireFormat("odd int4", 4, levels=15, is_odd=True),
-    WireFormat("brain", 16, dtype=BF16),
+    Integers("ternary", 2, levels=1),
+    Integers("int8 of 100 levels", 8, levels=100),
+    OddIntegers("odd int4", 4, levels=15),
+    Floats("brain", 16, dtype=BF16),
 ]
 
 
@@ -167,10 +169,27 @@ def test_value_that_is_not_finite_in_any_run_of_a_cell_keeps_the_errors(wire, po
 @pytest.mark.skipif(INTERPRETED, reason="the scratch belongs to the CPU path")
 def test_buckets_of_all_sizes_and_formats_share_their_scratch(monkeypatch):
     monkeypatch.setattr(quantize_cpu, "SCRATCH", quantize_cpu.Scratch())
+    memory = quantize_cpu.SCRATCH.allocate()
     for wire in FORMATS:
         for numel in (100, 1000, 7000):
             check(Exchange(wire, layouts=(Layout((numel,), (1,)),)), torch.device("cpu"))
-    assert len(quantize_cpu.SCRATCH._buffers) == 1
+    assert quantize_cpu.SCRATCH.memory is memory
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the scratch belongs to the CPU path")
+def test_section_works_in_the_scratch_of_the_calling_thread():
+    tensors = [torch.randn(1000)]
+    layout = MessageLayout([(WIRE_FORMATS["int4"], BlockTable(tensors, 64, [1]))], 1)
+    (section,) = layout.sections
+    message = torch.zeros(layout.message_shape, dtype=torch.uint8)
+    quantize(tensors, section, message, scale=1.0)
+    memory, expected = section.memory, message.clone()
+    message.zero_()
+    with ThreadPoolExecutor(1) as other:
+        other.submit(quantize, tensors, section, message, scale=1.0).result()
+    assert section.memory is not memory and torch.equal(message, expected)
+    quantize(tensors, section, message, scale=1.0)
+    assert section.memory is memory
 
 
 @pytest.mark.parametrize("world_size, pieces", [(4, 1), (3, 2)])

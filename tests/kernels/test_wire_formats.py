@@ -10,12 +10,13 @@ from gradwire.kernels.wire_formats import (
     BF16_MAX,
     FP32_MAX,
     MIN_SCALE,
+    Float8,
+    Floats,
+    Integers,
+    OddIntegers,
+    Signs,
     WireFormat,
-    block_scales,
-    decode,
-    encode,
     pack,
-    round_scale,
     round_to_bf16,
     unpack,
 )
@@ -23,6 +24,12 @@ from tests.kernels.cases import PROPERTY
 from tests.kernels.exact import assert_same_bits
 
 SCALED = [wire for wire in WIRE_FORMATS.values() if wire.is_scaled]
+
+
+def round_trip(wire, blocks):
+    return wire.decode(*wire.encode(blocks, torch.full((len(blocks),), blocks.shape[1])))
+
+
 MAGNITUDES = st.floats(2.0**-149, FP32_MAX, width=32, allow_subnormal=True)
 
 
@@ -50,7 +57,7 @@ def test_bits_per_element_count_the_scale(name, block_size, bits):
 def test_scale_is_rounded_up_to_bf16_and_into_range(wire, absmax):
     largest = torch.tensor([[absmax]])
     quotient = largest / wire.levels
-    scale = round_scale(largest, quotient, wire)
+    scale = wire.round_scale(largest, quotient)
     assert scale == scale.bfloat16().float(), "the scale is exact in bf16"
     assert MIN_SCALE <= scale.item() <= wire.max_scale
     assert (scale.double() * wire.levels).item() <= FP32_MAX, "no decoded value overflows"
@@ -72,17 +79,17 @@ def test_scale_of_zeros_is_zero_and_of_non_finite_blocks_nan():
     blocks = torch.zeros(4, 32)
     blocks[1, 3], blocks[2, 31], blocks[3, 0] = torch.nan, torch.inf, 1e-45
     for wire in SCALED:
-        scales = block_scales(blocks, torch.full((4,), 32), wire)
+        scales = wire.scales(blocks, torch.full((4,), 32))
         assert scales[0] == 0
         assert scales[1:3].isnan().all()
-        assert scales[3] == (0 if wire.bits == 1 else MIN_SCALE)  # 1e-45 / 32 is 0
+        assert scales[3] == (0 if wire.name == "sign" else MIN_SCALE)  # 1e-45 / 32 is 0
 
 
 @pytest.mark.parametrize("count", [1, 5, 31, 32])
 def test_scale_of_sign_blocks_is_the_mean_over_present_elements(count):
     blocks = torch.zeros(100, 32)
     blocks[:, :count] = torch.randn(100, count)
-    scales = block_scales(blocks, torch.full((100,), count), WIRE_FORMATS["sign"])
+    scales = WIRE_FORMATS["sign"].scales(blocks, torch.full((100,), count))
     mean = blocks.double().abs().sum(1, keepdim=True) / count
     assert (scales >= mean * (1 - 2.0**-20)).all()
     assert (scales <= mean * (1 + 2.0**-7 + 2.0**-20)).all()
@@ -92,7 +99,7 @@ def test_mean_of_the_largest_numbers_stays_finite():
     for count in (1, 3, 31, 32):
         blocks = torch.zeros(1, 32)
         blocks[:, :count] = FP32_MAX
-        assert block_scales(blocks, torch.tensor([count]), WIRE_FORMATS["sign"]) == BF16_MAX
+        assert WIRE_FORMATS["sign"].scales(blocks, torch.tensor([count])) == BF16_MAX
 
 
 def test_planes_hold_elements_at_a_distance_of_a_part_of_the_block():
@@ -106,7 +113,7 @@ def test_planes_hold_elements_at_a_distance_of_a_part_of_the_block():
     assert pack(codes, 1).tolist() == [[0, 8, 0, 0]]
 
 
-@pytest.mark.parametrize("bits", [8, 4, 2, 1])
+@pytest.mark.parametrize("bits", sorted({wire.bits for wire in SCALED}))
 def test_unpack_is_the_inverse_of_pack(bits):
     codes = torch.randint(0, 1 << bits, (50, 128), dtype=torch.uint8)
     assert torch.equal(unpack(pack(codes, bits), bits), codes.int())
@@ -114,27 +121,22 @@ def test_unpack_is_the_inverse_of_pack(bits):
     assert torch.equal(pack(unpack(payload, bits).to(torch.uint8), bits), payload)
 
 
-def test_integer_codes_are_offset():
-    block = torch.zeros(1, 32)
-    block[0, :3] = torch.tensor([7.0, -7.0, 2.0])
-    scales, payload = encode(block, torch.tensor([32]), WIRE_FORMATS["int4"])
+@pytest.mark.parametrize(
+    ("name", "values", "codes", "decoded"),
+    [
+        # Ties round to even; codes are offset by 8, or in two's complement.
+        ("int4", [7, -7, 2, 0.5, 1.5, 2.5, -3.5], [15, 1, 10, 8, 10, 10, 4], [7, -7, 2, 0, 2, 2, -4]),
+        ("int8", [127, -127, 2, 0.5], [127, 129, 2, 0], [127, -127, 2, 0]),
+        ("int2", [3, -3, 1, -1, 0, 2.5, -0.5], [3, 0, 2, 1, 2, 3, 1], [3, -3, 1, -1, 1, 3, -1]),
+    ],
+)
+def test_codes_of_explicit_integers(name, values, codes, decoded):
+    wire, block = WIRE_FORMATS[name], torch.zeros(1, 32)
+    block[0, : len(values)] = torch.tensor(values)
+    scales, payload = wire.encode(block, torch.tensor([32]))
     assert scales == 1
-    assert (unpack(payload, 4)[0, :4]).tolist() == [15, 1, 10, 8]
-
-
-def test_codes_of_int8_are_in_twos_complement():
-    block = torch.zeros(1, 32)
-    block[0, :3] = torch.tensor([127.0, -127.0, 2.0])
-    scales, payload = encode(block, torch.tensor([32]), WIRE_FORMATS["int8"])
-    assert scales == 1
-    assert payload[0, :4].tolist() == [127, 129, 2, 0]
-
-
-def test_ties_round_to_even():
-    block = torch.zeros(1, 32)
-    block[0, :5] = torch.tensor([7.0, 0.5, 1.5, 2.5, -3.5])
-    decoded = decode(*encode(block, torch.tensor([32]), WIRE_FORMATS["int4"]), WIRE_FORMATS["int4"])
-    assert decoded[0, :5].tolist() == [7, 0, 2, 2, -4]
+    assert unpack(payload, wire.bits)[0, : len(codes)].tolist() == codes
+    assert wire.decode(scales, payload)[0, : len(codes)].tolist() == decoded
 
 
 def test_fp8_codes_round_trip():
@@ -142,73 +144,74 @@ def test_fp8_codes_round_trip():
     codes = codes[(codes & 0x7F) != 0x7F].view(1, -1)  # all but NaN
     block = torch.zeros(1, 256)
     block[:, :254] = codes.view(torch.float8_e4m3fn).float()
-    scales, payload = encode(block, torch.tensor([256]), WIRE_FORMATS["fp8_e4m3"])
+    scales, payload = WIRE_FORMATS["fp8_e4m3"].encode(block, torch.tensor([256]))
     assert scales == 1
     assert torch.equal(payload[:, :254], codes)
 
 
-KINDS_OF_CODES = [{}, {"is_odd": True}, *({"dtype": dtype} for dtype in (torch.bfloat16, torch.float64))]
-KINDS_OF_CODES += [
-    {"dtype": torch.float8_e4m3fn},
-    {"dtype": torch.float8_e5m2},
-    {"dtype": torch.float16, "is_odd": True},
-]
+KINDS = [Integers, OddIntegers, Signs, Float8, Floats]
 
 
 @PROPERTY
 @given(
     bits=st.integers(-1, 17) | st.sampled_from([32, 64]),
     levels=st.integers(-1, 300) | st.sampled_from([0, 448, 7.5, 65535]),
-    kind=st.sampled_from(KINDS_OF_CODES),
+    kind=st.sampled_from(KINDS),
+    dtype=st.sampled_from([torch.uint8, torch.bfloat16, torch.float64]),
     block_size=st.sampled_from([32, 64, 1024]),
 )
-@example(bits=3, levels=3, kind={}, block_size=64)
-@example(bits=4, levels=8, kind={}, block_size=64)
-@example(bits=2, levels=1, kind={}, block_size=64)
-@example(bits=4, levels=15, kind={"is_odd": True}, block_size=64)
-@example(bits=8, levels=448, kind={"dtype": torch.float8_e4m3fn}, block_size=64)
-def test_format_decodes_what_it_encodes_or_is_refused(bits, levels, kind, block_size):
+@example(bits=3, levels=3, kind=Integers, dtype=torch.uint8, block_size=64)
+@example(bits=4, levels=8, kind=Integers, dtype=torch.uint8, block_size=64)
+@example(bits=2, levels=1, kind=Integers, dtype=torch.uint8, block_size=64)
+@example(bits=4, levels=15, kind=OddIntegers, dtype=torch.uint8, block_size=64)
+@example(bits=8, levels=448, kind=Float8, dtype=torch.uint8, block_size=64)
+@example(bits=16, levels=0, kind=Floats, dtype=torch.bfloat16, block_size=64)
+def test_format_decodes_what_it_encodes_or_is_refused(bits, levels, kind, dtype, block_size):
     try:
-        wire = WireFormat("new", bits, levels=levels, **kind)
+        wire = kind("new", bits, levels, dtype)
     except ValueError as error:
-        assert str(error).split()[0] in ("bits", "levels", "dtype", "is_odd")
+        assert str(error).split()[0] in ("bits", "levels", "dtype")
         assert "of the wire format 'new' is" in str(error) and "; expected" in str(error)
         return
     blocks = torch.randn(20, block_size, generator=torch.Generator().manual_seed(bits))
-    counts = torch.full((20,), block_size)
-    scales, payload = encode(blocks, counts, wire)
+    scales, payload = wire.encode(blocks, torch.full((20,), block_size))
     assert payload.shape == (20, wire.payload_bytes(block_size))
-    error = (decode(scales, payload, wire) - blocks).abs()
+    error = (wire.decode(scales, payload) - blocks).abs()
     largest = blocks.abs().amax(1, keepdim=True)
-    if wire.dtype is not None:  # half a distance of the grid, relative to the element
-        assert (error <= torch.finfo(wire.dtype).eps / 2 * blocks.abs() + largest * 2.0**-18).all()
-    elif bits > 1:  # half a distance of the grid, relative to the scale, which is rounded up to bf16
-        half = (2 if wire.is_odd else 1) / 2
-        assert (error <= half * largest / levels * (1 + 2.0**-7)).all()
-    else:
+    if kind in (Float8, Floats):  # half a distance of the grid, relative to the element
+        eps = torch.finfo(torch.float8_e4m3fn if kind is Float8 else dtype).eps
+        assert (error <= eps / 2 * blocks.abs() + largest * 2.0**-18).all()
+    elif kind is Signs:
         mean = blocks.abs().mean(1, keepdim=True)
         assert (error <= (blocks.abs() - mean).abs() + mean * 2.0**-7).all()
+    else:  # half a distance of the grid, relative to the scale, which is rounded up to bf16
+        assert (error <= wire.spacing / 2 * largest / levels * (1 + 2.0**-7)).all()
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("make", "message"),
     [
-        ({"bits": 3, "levels": 3}, "bits of the wire format 'new' is 3; expected 2, 4 or 8 for integers"),
-        ({"bits": 4, "levels": 8}, "levels of the wire format 'new' is 8; expected 1 to 7, the largest integer"),
-        ({"bits": 2, "levels": 1, "is_odd": True}, "levels of the wire format 'new' is 1; expected 3, the largest"),
+        (lambda: Integers("new", 3, 3), "bits of the wire format 'new' is 3; expected 2, 4"),
+        (lambda: Integers("new", 4, 8), "levels of the wire format 'new' is 8; expected 1 to 7, the largest integer"),
+        (lambda: OddIntegers("new", 2, 1), "levels of the wire format 'new' is 1; expected 3, the largest"),
         (
-            {"bits": 16, "dtype": torch.float8_e5m2},
-            "dtype of the wire format 'new' is torch.float8_e5m2; expected None",
+            lambda: Floats("new", 8, dtype=torch.float8_e5m2),
+            "dtype of the wire format 'new' is torch.float8_e5m2; expected one of torch.bfloat16",
         ),
         (
-            {"bits": 8, "dtype": torch.float16},
+            lambda: Floats("new", 8, dtype=torch.float16),
             "bits of the wire format 'new' is 8; expected 16, the size of torch.float16",
         ),
     ],
 )
-def test_refusal_of_a_format_names_value_and_expectation(arguments, message):
+def test_refusal_of_a_format_names_value_and_expectation(make, message):
     with pytest.raises(ValueError, match=message):
-        WireFormat("new", **arguments)
+        make()
+
+
+def test_kind_of_codes_without_a_check_is_refused():
+    with pytest.raises(NotImplementedError):
+        WireFormat("new", 4, 7)
 
 
 DRAWS = torch.arange(0, 1 << 24, 1 << 8)  # evenly spaced: their mean is that of all draws
@@ -231,7 +234,7 @@ def test_stochastic_rounding_to_bf16_is_unbiased_to_the_bit(x):
 def test_largest_numbers_stay_finite():
     block = torch.full((1, 32), FP32_MAX)
     for wire in WIRE_FORMATS.values():
-        assert decode(*encode(block, torch.tensor([32]), wire), wire).isfinite().all(), wire.name
+        assert round_trip(wire, block).isfinite().all(), wire.name
     assert round_to_bf16(block, torch.full((1, 32), 2**24 - 1)).isfinite().all()
 
 
