@@ -32,7 +32,7 @@ else:  # PyTorch compares the annotation of a hook with this class
     from torch.distributed import GradBucket
 
 CommHook = Callable[[Any, GradBucket], Future[torch.Tensor]]
-Tables = dict[tuple[int, int, torch.dtype], SegmentTable]  # by bucket index, number of elements and dtype
+Tables = dict[tuple[object, ...], SegmentTable]  # by bucket index, number of elements, strides and dtype
 Hook = TypeVar("Hook", bound=Callable[..., object])
 
 logger = logging.getLogger("gradwire.hooks")
@@ -125,7 +125,7 @@ def bucket_work(bucket: GradBucket, tables: Tables, layout: SegmentTable | None 
         target = cast("GradwireBucket", bucket).target()
         return BucketWork(cast("GradwireBucket", bucket).source(), target, target.tensors[0])
     buffer = bucket.buffer()
-    key = (bucket.index(), buffer.numel(), buffer.dtype)
+    key = (bucket.index(), buffer.numel(), buffer.stride(), buffer.dtype)
     if key not in tables:
         tables[key] = SegmentTable([buffer])
     flat = Gradients([buffer], tables[key], layout)

@@ -400,8 +400,6 @@ def _multiply(operands: Operands, factor: Tensor, out: Tensor, scale: float, to_
     table, pack = operands.table, operands.uncompressed
     if pack is not None and pack.sent_with is not (table.p if to_p else table.q):
         pack = None
-    if pack is not None:
-        pack.check(pack.source)
     plan = table.plans.get(to_p) or table.plans.setdefault(to_p, _plan(table, to_p))
     n_partials, multiply, add = plan
     partials = torch.empty(n_partials, dtype=torch.float32, device=table.device)

@@ -24,7 +24,7 @@ registers of one program: little compared with the matrices.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import isnan
 
 import torch
@@ -64,12 +64,14 @@ def orthogonalize_reference(wire: Tensor, layout: FactorLayout, out: Tensor, fin
 
 def orthogonalize_cpu(wire: Tensor, layout: FactorLayout, out: Tensor, finite: Tensor) -> None:
     """`orthogonalize` on a CPU: Cholesky QR in fp64. G = P P^T = L L^T, P <- L^-1 P, for factors stored transposed."""
+    if torch.float64 in (wire.dtype, out.dtype):
+        orthogonalize_reference(wire, layout, out, finite)
+        return
     sources, targets, largest_loss = layout.cached_views(wire), layout.cached_views(out), tolerance(out.dtype)
     finite.fill_(1)
     # Only the r x r work is batched: the rounding of a batched r x n product depends on the number of factors.
-    for rank in sorted(set(layout.ranks)):
-        members = [i for i, each in enumerate(layout.ranks) if each == rank]
-        gram, scale = _unit_gram([sources[i] for i in members])
+    for members in layout.by_rank:
+        gram, scale = _unit_gram(list(map(sources.__getitem__, members)))
         inverse, errors = _inverse_cholesky(gram)
         hard = [k for k, error in enumerate(errors) if error > ONE_ROUND_ERROR]
         if hard:
@@ -151,6 +153,12 @@ def gram_schmidt(rows: Tensor, tolerance: float) -> Tensor:
     return basis
 
 
+def bound_orthogonalize(device: torch.device, dtype: torch.dtype, largest_rank: int) -> Callable[..., None]:
+    """`orthogonalize` into ``dtype`` of factors of ranks up to ``largest_rank``, which checks nothing."""
+    takes_triton = largest_rank <= MAX_RANK and dtype == torch.float32
+    return choose(device, "orthogonalize_triton", orthogonalize_cpu, orthogonalize_reference, takes_triton)
+
+
 def orthogonalize(wire: Tensor, layout: FactorLayout, out: Tensor, finite: Tensor) -> None:
     """Write an orthonormal basis of every factor's column space into ``out``, with zeros for dependent columns.
 
@@ -167,11 +175,4 @@ def orthogonalize(wire: Tensor, layout: FactorLayout, out: Tensor, finite: Tenso
     """
     layout.check(wire, "wire")
     layout.check(out, "out")
-    run = choose(
-        out.device,
-        "orthogonalize_triton",
-        orthogonalize_reference if torch.float64 in (wire.dtype, out.dtype) else orthogonalize_cpu,
-        orthogonalize_reference,
-        takes_triton=max(layout.ranks) <= MAX_RANK and out.dtype == torch.float32,
-    )
-    run(wire, layout, out, finite)
+    bound_orthogonalize(out.device, out.dtype, max(layout.ranks))(wire, layout, out, finite)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.compress import Gradients
-from gradwire.kernels import Fitting, SegmentTable, flatten, gradient_layout, unflatten
+from gradwire.kernels import SegmentTable, gradient_layout
 from gradwire.reducer import errors, torch_internals
 
 # Arguments: parameter name, and the part of its reduced gradient that was sent but is not applied.
@@ -123,7 +123,7 @@ class DenseBucket(BucketBase):
         buffer = self.empty_buffer()
         if not self._is_flat:
             if not self._is_in_buffer():
-                flatten(self._grads, buffer, table=self._table)
+                self._table.kernels.flatten(self._grads, self._table, buffer)
             self._is_flat, self.zero_copy = True, False
         return buffer
 
@@ -172,7 +172,8 @@ class DenseBucket(BucketBase):
         """
         buffer = self.empty_buffer()
         if not self.as_view or len(self._outside) == len(self._grads):
-            return flatten(self._grads, buffer, table=self._table, scale=1 / self.divisor)
+            self._table.kernels.flatten(self._grads, self._table, buffer, 1 / self.divisor)
+            return buffer
         if not self._outside and not self._table.is_complex:
             return buffer.div_(self.divisor)
         for i, view in enumerate(self._buffer_views):
@@ -216,7 +217,7 @@ class DenseBucket(BucketBase):
                 grad = grad.clone()
             grads.append(grad.detach() if grad.requires_grad else grad)
         self.stand_ins, self._scale = list(unused), 1.0
-        self._grads = Fitting(grads, self._table)
+        self._grads = grads
         self._is_flat, self._replaced, self.zero_copy = False, None, zero_copy
         if self.as_view:
             self._kept = {i: grads[i].clone() for i in unused}
@@ -243,7 +244,7 @@ class DenseBucket(BucketBase):
         bucket = DenseBucket(self._spec, as_view=False)
         layouts = zip(self._parameters, self._strides, strict=True)
         zeros = [p.new_empty_strided(p.shape, stride).zero_() for p, stride in layouts]
-        bucket._grads = Fitting(zeros, bucket._table)
+        bucket._grads = zeros
         bucket.zero_copy = zero_copy
         return bucket
 
@@ -261,7 +262,7 @@ class DenseBucket(BucketBase):
                 raise ValueError(
                     errors.RESULT_MISFIT.format(index=self._index, numel=result.numel(), expected=self._table.numel)
                 )
-            unflatten(result.reshape(-1), target.tensors, table=target.table)
+            target.unflatten(result.reshape(-1))
         if scale != 1:
             torch._foreach_mul_(list(target.tensors), scale)
             self._scale = scale

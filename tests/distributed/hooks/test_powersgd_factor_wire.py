@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.comm import LocalTransport, Workspace, run_algorithm
-from gradwire.compress import LowRankBucket, LowRankPolicy, alternating_all_reduce, powersgd_all_reduce
+from gradwire.compress import LowRankBucket, LowRankPolicy, Step, alternating_all_reduce, powersgd_all_reduce
 from gradwire.hooks.powerSGD_hook import FACTOR_WIRES, PowerSGDState, powerSGD_hook
 from gradwire.kernels import WIRE_FORMATS
 from tests.support.bits import assert_same_bits
@@ -30,7 +30,7 @@ def averaged(gradients, steps=1, algorithm=powersgd_all_reduce, **options):
     workspace, transport = Workspace(torch.device("cpu")), LocalTransport()
     results = [torch.full_like(each, torch.nan) for each in gradients]
     for step in range(steps):
-        run_algorithm(algorithm(bucket, gradients, results, step, transport, workspace), transport)
+        run_algorithm(algorithm(Step.of(bucket, gradients, results, step, transport, workspace)), transport)
     return results, bucket
 
 
