@@ -46,7 +46,6 @@ from gradwire.kernels import (
     WireFormat,
     bound_low_rank,
     compute_dtype,
-    draw,
     is_capturing,
     random_key,
 )
@@ -87,7 +86,7 @@ async def powersgd_all_reduce(step: Step, *, warm_start: bool = True) -> None:
     # Warm start (section 3): gradients of successive steps are similar, so Q is already close to their right singular
     # vectors, and one power iteration per step suffices.
     if not warm_start:
-        draw(table.q, table.keys, bucket.counter_at(step.iteration), bucket.q)
+        kernels.draw(table.q, table.keys, bucket.counter_at(step.iteration), bucket.q)
 
     # M Q is linear in M = G + E: the mean of the ranks' products is the product of their mean, with one Q for all.
     kernels.project(m, bucket.q, p_wire, scale)
@@ -268,6 +267,9 @@ class LowRankBucket:
             step: the step, whose memory this bucket is.
             sends: layout of the factors of each exchange, ``table.p`` or ``table.q``: one or two.
             basis: layout of the factors to orthogonalize.
+
+        Raises:
+            ValueError: the gradients, or the results, do not fit ``layout``.
         """
         source, iteration, workspace, is_in_place = step.gradients, step.iteration, step.workspace, step.is_in_place
         target = source if is_in_place else step.results
@@ -386,7 +388,7 @@ class LowRankBucket:
         changed.
         """
         buffer = torch.zeros(factors.numel, dtype=self.table.compute, device=self.table.device)
-        draw(factors, self.table.keys, self.counter, buffer)
+        self.kernels.draw(factors, self.table.keys, self.counter, buffer)
         views, first = {}, 0
         for shape, name in zip(self._shapes, names, strict=True):
             length = factors.lengths[first]

@@ -22,7 +22,7 @@ from gradwire.kernels.block_table import (
     Section,
 )
 from gradwire.kernels.counter_random import random_key, uniform
-from gradwire.kernels.delayed_scaling import MAX_EXPONENT, update_scale, update_scale_reference
+from gradwire.kernels.delayed_scaling import MAX_EXPONENT, bound_update_scale, update_scale_reference
 from gradwire.kernels.dispatch import WIRE_DTYPES, compute_dtype, use_triton
 from gradwire.kernels.lowrank import (
     LowRankKernels,
@@ -105,6 +105,7 @@ __all__ = [
     "backproject_reference",
     "bound_low_rank",
     "bound_quantization",
+    "bound_update_scale",
     "commit_errors",
     "commit_errors_reference",
     "compute_dtype",
@@ -135,7 +136,6 @@ __all__ = [
     "unflatten",
     "unflatten_reference",
     "uniform",
-    "update_scale",
     "update_scale_reference",
     "upload",
     "use_triton",

@@ -28,6 +28,7 @@ Source: Vogels, Karimireddy, Jaggi, "PowerSGD", NeurIPS 2019, algorithms 1 and 2
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -98,7 +99,7 @@ def _renew_and_unflatten(operands: Operands, p: Tensor, q: Tensor, finite: Tenso
         wire = p if renewal.layout is table.p else q
         renew(wire, renewal.layout, table.keys, renewal.step, renewal.following, finite)
     if others is not None:
-        others.table.kernels.unflatten(others.wire, others.target, others.target_table)
+        others.table.kernels.unflatten(others.wire, others.target, others.target_table, 1.0, None)
 
 
 def _compensated(operands: Operands, index: int) -> Tensor:
@@ -242,6 +243,7 @@ class LowRankKernels(NamedTuple):
     backproject: Callable[..., None]
     reconstruct: Callable[..., None]
     orthogonalize: Callable[..., None]
+    draw: Callable[..., None]
 
 
 def bound_low_rank(table: MatrixTable) -> LowRankKernels:
@@ -251,7 +253,8 @@ def bound_low_rank(table: MatrixTable) -> LowRankKernels:
         choose(device, file, project_cpu, project_reference, fits),
         choose(device, file, backproject_cpu, backproject_reference, fits),
         choose(device, "lowrank_reconstruct_triton", reconstruct_cpu, reconstruct_reference, fits),
-        bound_orthogonalize(device, table.compute, table.largest_rank),
+        bound_orthogonalize(device, table.compute, table.compute, table.largest_rank),
+        partial(draw, renew=_bound_renew(device, table.compute)),
     )
 
 
@@ -338,13 +341,20 @@ def renew(
     layout.check(wire, "wire")
     layout.check(following, "following")
     check_step(step, "step", following.device)
-    run = choose(
-        following.device, "lowrank_reconstruct_triton", renew_cpu, renew_reference, following.dtype == torch.float32
-    )
-    run(wire, layout, keys, step, following, finite)
+    _bound_renew(following.device, following.dtype)(wire, layout, keys, step, following, finite)
 
 
-def draw(layout: FactorLayout, keys: Sequence[int], step: Tensor, following: Tensor) -> None:
+def _bound_renew(device: torch.device, dtype: torch.dtype) -> Callable[..., None]:
+    return choose(device, "lowrank_reconstruct_triton", renew_cpu, renew_reference, dtype == torch.float32)
+
+
+def draw(
+    layout: FactorLayout,
+    keys: Sequence[int],
+    step: Tensor,
+    following: Tensor,
+    renew: Callable[..., None] = renew,
+) -> None:
     """Fill ``following`` with random unit columns: those that `renew` draws for zero factors."""
     zeros = torch.zeros_like(following)
     finite = torch.ones(len(keys), dtype=torch.int32, device=following.device)

@@ -308,7 +308,7 @@ def _norms(
         step_ptr=step if advances else None,
         segments_ptr=None if unpack is None else unpack.target_table.packed(unpack.target),
         packed_ptr=None if unpack is None else unpack.wire,
-        n_segments=0 if unpack is None else len(unpack.table),
+        n_segments=0 if unpack is None else len(unpack.table.lengths),
         n_unpacks=n_unpacks,
         advance_to=-1 if advance_to is None else advance_to,
         TARGET=None if unpack is None else triton_dtype(unpack.table.dtype),
@@ -366,7 +366,7 @@ def reconstruct_triton(operands: Operands, p: Tensor, q: Tensor, finite: Tensor)
                 unpack=operands.uncompressed,
             )
         elif (others := operands.uncompressed) is not None:
-            others.table.kernels.unflatten(others.wire, others.target, others.target_table)
+            others.table.kernels.unflatten(others.wire, others.target, others.target_table, 1.0, None)
         _reconstruct_kernel[(plan["n_programs"] + row_arguments["n_rows"],)](
             addresses_ptr=table.on_device_addresses(operands.addresses),
             p_ptr=p,

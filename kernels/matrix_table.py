@@ -81,6 +81,7 @@ class FactorLayout:
         offsets: where each factor begins.
         numel: the number of elements of the buffer.
         has_gaps: whether there are elements between the factors. On the wire, they are zeros.
+        plans: arguments that launches have in common, built once.
     """
 
     def __init__(self, ranks: Sequence[int], lengths: Sequence[int]) -> None:
@@ -93,6 +94,7 @@ class FactorLayout:
         self.numel = sum(padded)
         self.has_gaps = padded != self.sizes
         self.on_device = ProgramTables()
+        self.plans: dict[object, Any] = {}
         self._views: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         self._earlier_views: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         self._lookups = 0
@@ -337,13 +339,7 @@ class Operands:
         return [each.data_ptr() for part in (self.source, self.target, self.error or self.target) for each in part]
 
     def check(self, p: Tensor, q: Tensor) -> None:
-        """Raise ValueError unless matrices and packed factors fit the table. Matrices are checked once per object."""
-        _ = self._fits
-        self.table.p.check(p, "p")
-        self.table.q.check(q, "q")
-
-    @cached_property
-    def _fits(self) -> bool:
+        """Raise ValueError unless matrices and packed factors fit the table."""
         if self.keep and (self.error is None or self.table.dtype != self.table.compute):
             raise ValueError(
                 f"M can be kept only with error feedback and in {self.table.compute}, not in {self.table.dtype}."
@@ -371,4 +367,5 @@ class Operands:
         if self.renewal is not None:
             self.renewal.layout.check(self.renewal.following, "following")
             check_step(self.renewal.step, "step", self.table.device)
-        return True
+        self.table.p.check(p, "p")
+        self.table.q.check(q, "q")

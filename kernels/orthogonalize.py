@@ -64,9 +64,6 @@ def orthogonalize_reference(wire: Tensor, layout: FactorLayout, out: Tensor, fin
 
 def orthogonalize_cpu(wire: Tensor, layout: FactorLayout, out: Tensor, finite: Tensor) -> None:
     """`orthogonalize` on a CPU: Cholesky QR in fp64. G = P P^T = L L^T, P <- L^-1 P, for factors stored transposed."""
-    if torch.float64 in (wire.dtype, out.dtype):
-        orthogonalize_reference(wire, layout, out, finite)
-        return
     sources, targets, largest_loss = layout.cached_views(wire), layout.cached_views(out), tolerance(out.dtype)
     finite.fill_(1)
     # Only the r x r work is batched: the rounding of a batched r x n product depends on the number of factors.
@@ -153,10 +150,13 @@ def gram_schmidt(rows: Tensor, tolerance: float) -> Tensor:
     return basis
 
 
-def bound_orthogonalize(device: torch.device, dtype: torch.dtype, largest_rank: int) -> Callable[..., None]:
-    """`orthogonalize` into ``dtype`` of factors of ranks up to ``largest_rank``, which checks nothing."""
-    takes_triton = largest_rank <= MAX_RANK and dtype == torch.float32
-    return choose(device, "orthogonalize_triton", orthogonalize_cpu, orthogonalize_reference, takes_triton)
+def bound_orthogonalize(
+    device: torch.device, wire: torch.dtype, out: torch.dtype, largest_rank: int
+) -> Callable[..., None]:
+    """`orthogonalize` from a wire dtype into another, of ranks up to ``largest_rank``, which checks nothing."""
+    cpu = orthogonalize_reference if torch.float64 in (wire, out) else orthogonalize_cpu
+    takes_triton = largest_rank <= MAX_RANK and out == torch.float32
+    return choose(device, "orthogonalize_triton", cpu, orthogonalize_reference, takes_triton)
 
 
 def orthogonalize(wire: Tensor, layout: FactorLayout, out: Tensor, finite: Tensor) -> None:
@@ -175,4 +175,4 @@ def orthogonalize(wire: Tensor, layout: FactorLayout, out: Tensor, finite: Tenso
     """
     layout.check(wire, "wire")
     layout.check(out, "out")
-    bound_orthogonalize(out.device, out.dtype, max(layout.ranks))(wire, layout, out, finite)
+    bound_orthogonalize(out.device, wire.dtype, out.dtype, max(layout.ranks))(wire, layout, out, finite)

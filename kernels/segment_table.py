@@ -401,11 +401,7 @@ def flatten_reference(
 
 
 def unflatten_reference(
-    wire: Tensor,
-    tensors: Sequence[Tensor],
-    table: SegmentTable,
-    scale: float | Tensor = 1.0,
-    absmax: Tensor | None = None,
+    wire: Tensor, tensors: Sequence[Tensor], table: SegmentTable, scale: float | Tensor, absmax: Tensor | None
 ) -> None:
     """`unflatten` in plain PyTorch, tensor by tensor."""
     compute = compute_dtype(wire.dtype, table.dtype)
@@ -483,11 +479,7 @@ def _scale(tensors: Sequence[Tensor], table: SegmentTable, out: Tensor, scale: f
 
 
 def unflatten_cpu(
-    wire: Tensor,
-    tensors: Sequence[Tensor],
-    table: SegmentTable,
-    scale: float | Tensor = 1.0,
-    absmax: Tensor | None = None,
+    wire: Tensor, tensors: Sequence[Tensor], table: SegmentTable, scale: float | Tensor, absmax: Tensor | None
 ) -> None:
     """`unflatten` on a CPU."""
     if table.is_complex:
