@@ -146,7 +146,7 @@ def flatten_case(shapes: Sequence[Shape], device: torch.device, dtype: torch.dty
         copy_bytes(table.numel, FP32, dtype),
         [wire],
         lambda wire: kernels.flatten(gradients, wire, table=table, scale=scale),
-        lambda wire: kernels.flatten_reference(gradients, table, wire, scale, torch.finfo(dtype).max, None),
+        lambda wire: kernels.flatten_reference(gradients, table, wire, scale),
         {
             "DDP and hook of PyTorch": ddp_and_hook,
             "cat, to, div": lambda: cat_to_div(*gradients),
@@ -305,13 +305,14 @@ def lowrank_case(shapes: Sequence[Shape], device: torch.device, rank: int) -> Ke
     ps, p_outs = (table.p.views(buffer) for buffer in (p, p_out))
     qs, q_outs = (table.q.views(buffer) for buffer in (q, q_out))
     finite = torch.ones(len(table), dtype=torch.int32, device=device)
+    bound = kernels.bound_low_rank(table)
 
     # The factors of a step come from the wire; here they stay the same, and products go elsewhere.
     def passes() -> None:
         operands = kernels.Operands(table, gradients, targets, errors, keep=True)
-        kernels.project(operands, q, p_out, scale=1 / RANKS)
-        kernels.backproject(operands, p, q_out, scale=1 / RANKS)
-        kernels.reconstruct(operands, p, q, finite)
+        bound.project(operands, q, p_out, 1 / RANKS)
+        bound.backproject(operands, p, q_out, 1 / RANKS)
+        bound.reconstruct(operands, p, q, finite)
 
     # Three passes here too: between them, all factors of the bucket are exchanged.
     def eager(*operands: Sequence[Tensor]) -> None:

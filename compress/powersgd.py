@@ -44,14 +44,10 @@ from gradwire.kernels import (
     SegmentTable,
     Uncompressed,
     WireFormat,
-    backproject,
+    bound_low_rank,
     compute_dtype,
-    draw,
     is_capturing,
-    orthogonalize,
-    project,
     random_key,
-    reconstruct,
 )
 
 
@@ -84,24 +80,24 @@ async def powersgd_all_reduce(step: Step, *, warm_start: bool = True) -> None:
         True
     """
     bucket, transport = step.memory, step.transport
-    table, scale = bucket.table, 1 / transport.world_size
+    table, kernels, scale = bucket.table, bucket.kernels, 1 / transport.world_size
     tensors = bucket.start_step(step, sends=(table.p, table.q), basis=table.p)
     m, (p_wire, q_wire), p = tensors.matrices, tensors.wires, tensors.basis
     # Warm start (section 3): gradients of successive steps are similar, so Q is already close to their right singular
     # vectors, and one power iteration per step suffices.
     if not warm_start:
-        draw(table.q, table.keys, bucket.counter_at(step.iteration), bucket.q)
+        kernels.draw(table.q, table.keys, bucket.counter_at(step.iteration), bucket.q)
 
     # M Q is linear in M = G + E: the mean of the ranks' products is the product of their mean, with one Q for all.
-    project(m, bucket.q, p_wire, scale=scale)
+    kernels.project(m, bucket.q, p_wire, scale)
     await exchange(tensors.messages[0], transport)
     # After the all-reduce, so that all ranks orthogonalize the same P. Orthonormal columns make P P^T a projection:
     # the result P Q^T = P P^T M is the best approximation of M in the column space of P.
-    orthogonalize(p_wire, table.p, p, bucket.finite)
-    backproject(m, p, q_wire, scale=scale)
+    kernels.orthogonalize(p_wire, table.p, p, bucket.finite)
+    kernels.backproject(m, p, q_wire, scale)
     await exchange(tensors.messages[1], transport)
     # Each rank keeps E = M - P Q^T of its own M (algorithm 2), and all keep Q with columns of unit length.
-    reconstruct(m, p, q_wire, bucket.finite)
+    kernels.reconstruct(m, p, q_wire, bucket.finite)
 
 
 async def alternating_all_reduce(step: Step) -> None:
@@ -120,23 +116,23 @@ async def alternating_all_reduce(step: Step) -> None:
             ones Q.
     """
     bucket, transport = step.memory, step.transport
-    table, scale = bucket.table, 1 / transport.world_size
+    table, kernels, scale = bucket.table, bucket.kernels, 1 / transport.world_size
     assert bucket.p is not None, "the bucket was made for powersgd_all_reduce"
     # The factor that is not sent must have orthonormal columns: only then is the other one a least-squares fit of M. It
     # is orthogonalized where it is used, from factors that are equal on all ranks.
     if step.iteration % 2 == 0:
         tensors = bucket.start_step(step, sends=(table.p,), basis=table.q)
         m, (p,), q = tensors.matrices, tensors.wires, tensors.basis
-        orthogonalize(bucket.q, table.q, q, bucket.finite)
-        project(m, q, p, scale=scale)
+        kernels.orthogonalize(bucket.q, table.q, q, bucket.finite)
+        kernels.project(m, q, p, scale)
         await exchange(tensors.messages[0], transport)
     else:
         tensors = bucket.start_step(step, sends=(table.q,), basis=table.p)
         m, (q,), p = tensors.matrices, tensors.wires, tensors.basis
-        orthogonalize(bucket.p, table.p, p, bucket.finite)
-        backproject(m, p, q, scale=scale)
+        kernels.orthogonalize(bucket.p, table.p, p, bucket.finite)
+        kernels.backproject(m, p, q, scale)
         await exchange(tensors.messages[0], transport)
-    reconstruct(m, p, q, bucket.finite)
+    kernels.reconstruct(m, p, q, bucket.finite)
 
 
 # Tensors that are added up in place, each in its own dtype, or quantized.
@@ -189,6 +185,7 @@ class LowRankBucket:
     Attributes:
         layout: position of each gradient in a flat buffer of the bucket.
         table: sizes of the matrices, and positions of their factors in packed buffers.
+        kernels: the operations on the matrices, chosen when the bucket is made.
         memory: memory of the compressed parameters. "errors": E, the residual of this rank, in the shape and strides of
             the gradient, in fp32, or fp64 for fp64 gradients. "q": unit columns of Q, [matrices, r, m], equal on all
             ranks. "p": unit columns of P, [matrices, r, n], likewise; only `alternating_all_reduce` needs it. Nothing
@@ -217,7 +214,14 @@ class LowRankBucket:
         dtype, device = layouts[0].dtype, layouts[0].device
         names = names if names is not None else [str(i) for i in range(len(layouts))]
         earlier = memory if memory is not None else {}
-        self._compressed = [(i, shape) for i, shape in enumerate(shapes) if shape is not None]
+        compressed = {i: shape for i, shape in enumerate(shapes) if shape is not None}
+        self._shapes = list(compressed.values())
+        # Of each matrix: index of its gradient, and there the first element; rows and columns.
+        self._places = [
+            (i, k * shape.rows * shape.columns, shape.rows, shape.columns)
+            for i, shape in compressed.items()
+            for k in range(shape.matrices)
+        ]
         self._others = [i for i, shape in enumerate(shapes) if shape is None]
         self._others_table = SegmentTable([layouts[i] for i in self._others]) if self._others else None
         self._others_numel = self._others_table.numel if self._others_table is not None else 0
@@ -227,25 +231,28 @@ class LowRankBucket:
         self.layout = SegmentTable(layouts)
         matrices = [
             Matrix(shape.rows, shape.columns, shape.rank, random_key(seed, f"{names[i]}/{k}"))
-            for i, shape in self._compressed
+            for i, shape in compressed.items()
             for k in range(shape.matrices)
         ]
         self.table = MatrixTable(matrices, dtype, device, precision)
+        self.kernels = bound_low_rank(self.table)
         self.finite = torch.ones(len(matrices), dtype=torch.int32, device=device)
         self.counter = torch.full((1,), iteration, dtype=torch.int64, device=device)
 
-        compressed = {names[i]: layouts[i] for i, _ in self._compressed}
+        by_name = {names[i]: layouts[i] for i in compressed}
         self.memory: dict[str, dict[str, Tensor]] = {"errors": {}, "q": {}, "p": {}}
         self._errors: list[Tensor] | None = None
         if error_feedback:
             errors = earlier.get("errors", {})
-            for name, layout in compressed.items():
+            for name, layout in by_name.items():
                 self.memory["errors"][name] = error_like(errors.get(name), layout, self.table.compute, name)
-            self._errors = self._matrices(list(self.memory["errors"].values()))
-        self.q, self.memory["q"] = self._packed(self.table.q, compressed, earlier.get("q", {}))
+            self._errors = self._matrices(dict(zip(compressed, self.memory["errors"].values(), strict=True)))
+        # A step that reads M twice may leave it in the target.
+        self._keeps = error_feedback and self.table.can_keep()
+        self.q, self.memory["q"] = self._packed(self.table.q, by_name, earlier.get("q", {}))
         self.p: Tensor | None = None
         if alternating:
-            self.p, self.memory["p"] = self._packed(self.table.p, compressed, earlier.get("p", {}))
+            self.p, self.memory["p"] = self._packed(self.table.p, by_name, earlier.get("p", {}))
 
     def sent_numel(self, iteration: int) -> int:
         """Payload of a step in real elements."""
@@ -260,22 +267,28 @@ class LowRankBucket:
             step: the step, whose memory this bucket is.
             sends: layout of the factors of each exchange, ``table.p`` or ``table.q``: one or two.
             basis: layout of the factors to orthogonalize.
+
+        Raises:
+            ValueError: the gradients, or the results, do not fit ``layout``.
         """
-        source, target, iteration, workspace = step.gradients, step.results, step.iteration, step.workspace
-        transport, is_in_place = step.transport, step.is_in_place
-        gradients = self._matrices([source[i] for i, _ in self._compressed])
-        results = gradients if is_in_place else self._matrices([target[i] for i, _ in self._compressed])
-        # A step that reads M twice may leave it in the target.
-        keep = len(sends) == 2 and self._errors is not None and self.table.can_keep()
+        source, iteration, workspace, is_in_place = step.gradients, step.iteration, step.workspace, step.is_in_place
+        target = source if is_in_place else step.results
+        self.layout.check_tensors(source)
+        gradients = results = self._matrices(source)
+        if not is_in_place:
+            self.layout.check_tensors(target)
+            results = self._matrices(target)
 
         messages: list[Message]
         if self._factor_wire is not None:
             messages, wires, others, basis_buffer = self._quantized_messages(
-                iteration, transport, workspace, sends, basis
+                iteration, step.transport, workspace, sends, basis
             )
         else:
             dtype, on_wire, sent = self.table.dtype, self._factor_dtype, sends[0].numel
-            sizes = [(basis.numel, self.table.compute), *((layout.numel, on_wire) for layout in sends[1:])]
+            sizes = [(basis.numel, self.table.compute)]
+            if len(sends) == 2:
+                sizes.append((sends[1].numel, on_wire))
             if on_wire == dtype:  # one tensor holds both parts
                 message, basis_buffer, *later = workspace.wires((sent + self._others_numel, dtype), *sizes)
                 first, others = message.split([sent, self._others_numel])
@@ -285,17 +298,20 @@ class LowRankBucket:
                 first, others, basis_buffer, *later = workspace.wires(*sizes)
                 messages = [[first, others] if self._others else [first]]
             wires = [first, *later]
-            messages += [[wire] for wire in later]
+            if later:
+                messages.append(later)
         uncompressed = None
         if self._others_table is not None:
-            others_source = [source[i] for i in self._others]
-            others_target = others_source if is_in_place else [target[i] for i in self._others]
+            others_source = others_target = list(map(source.__getitem__, self._others))
+            if not is_in_place:
+                others_target = list(map(target.__getitem__, self._others))
             uncompressed = Uncompressed(self._others_table, others_source, others_target, others, sends[0])
         # Every replay of a CUDA graph would set the same number, so a captured step increments the counter instead.
         advance_to = None if is_capturing(self.counter.device) else iteration + 1
         kept = self.q if sends[-1] is self.table.q else self.p
         assert kept is not None, "P is kept only by a bucket made with alternating=True"
         renewal = Renewal(sends[-1], kept, self.counter, advance_to)
+        keep = self._keeps and len(sends) == 2
         matrices = Operands(self.table, gradients, results, self._errors, keep, uncompressed, renewal)
         return LowRankStep(matrices, messages, wires, basis_buffer)
 
@@ -353,19 +369,14 @@ class LowRankBucket:
     def _addresses(self, tensors: Sequence[Tensor]) -> list[int]:
         """The addresses of `_matrices`."""
         nbytes = self.table.dtype.itemsize
-        return [
-            tensors[i].data_ptr() + k * rows * columns * nbytes
-            for i, (count, rows, columns, _) in self._compressed
-            for k in range(count)
-        ]
+        return [tensors[i].data_ptr() + start * nbytes for i, start, _, _ in self._places]
 
-    def _matrices(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def _matrices(self, tensors: Sequence[Tensor] | Mapping[int, Tensor]) -> list[Tensor]:
         """The matrices of the compressed parameters as views in memory order, n x m each."""
         matrices = []
-        for (_, (count, rows, columns, _)), tensor in zip(self._compressed, tensors, strict=True):
-            start = tensor.storage_offset()
-            for k in range(count):
-                matrices.append(tensor.as_strided((rows, columns), (columns, 1), start + k * rows * columns))
+        for i, start, rows, columns in self._places:
+            tensor = tensors[i]
+            matrices.append(tensor.as_strided((rows, columns), (columns, 1), tensor.storage_offset() + start))
         return matrices
 
     def _packed(
@@ -377,9 +388,9 @@ class LowRankBucket:
         changed.
         """
         buffer = torch.zeros(factors.numel, dtype=self.table.compute, device=self.table.device)
-        draw(factors, self.table.keys, self.counter, buffer)
+        self.kernels.draw(factors, self.table.keys, self.counter, buffer)
         views, first = {}, 0
-        for (_, shape), name in zip(self._compressed, names, strict=True):
+        for shape, name in zip(self._shapes, names, strict=True):
             length = factors.lengths[first]
             distance = -(-factors.sizes[first] // ALIGN_NUMEL) * ALIGN_NUMEL
             size, stride = (shape.matrices, shape.rank, length), (distance, length, 1)

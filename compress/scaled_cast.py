@@ -24,7 +24,7 @@ from torch import Tensor
 from gradwire.comm.transport import Transport
 from gradwire.compress._validation import check_whole_number
 from gradwire.compress.step import Gradients, Step
-from gradwire.kernels import MAX_EXPONENT, update_scale
+from gradwire.kernels import MAX_EXPONENT, bound_update_scale
 
 MAX_MARGIN = 12
 
@@ -72,6 +72,7 @@ class BucketScale:
         self.exponent = exponent  # int32 [2]: exponent of the scale, and 1 once a gradient has determined it
         self.scales = torch.empty(2, device=exponent.device)  # 2^exponent / world size to send, 2^-exponent to receive
         self.absmax = torch.zeros(1, device=exponent.device)  # largest magnitude of the current step
+        self.update = bound_update_scale(exponent.device)  # the kernel that replaces the scale
         self.transport: Transport | None = None  # whose ranks have agreed on this scale; None before the first step
 
 
@@ -126,7 +127,7 @@ async def _agree(source: Gradients, scale: BucketScale, transport: Transport) ->
 def _update(scaling: DelayedScaling, scale: BucketScale, counters: Tensor, is_last: bool, transport: Transport) -> None:
     """Choose the next scale from ``scale.absmax``."""
     limit = scaling.limit(transport.world_size)
-    update_scale(
+    scale.update(
         scale.exponent,
         scale.scales,
         scale.absmax,

@@ -5,20 +5,21 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property, partial
+from math import inf
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from gradwire.comm.executor import Workspace
 from gradwire.comm.transport import Algorithm, Transport
-from gradwire.kernels import SegmentTable, as_real, flatten, unflatten
+from gradwire.kernels import SegmentTable, as_real
 
 
 class Gradients(NamedTuple):
     """The gradients of a bucket: a list with one tensor per parameter, or one flat buffer that holds them all.
 
     Attributes:
-        tensors: one per parameter, or one flat buffer; of one dtype.
+        tensors: one per parameter, or one flat buffer; of one dtype. They must fit the table, and are not checked.
         table: layout of ``tensors`` in a wire buffer.
         layout: layout of the gradients, one per parameter, in the flat buffer; None: ``tensors`` are the gradients.
     """
@@ -37,16 +38,21 @@ class Gradients(NamedTuple):
     def each(self) -> list[Tensor]:
         """One real tensor per parameter: the gradient itself, or a view of the flat buffer."""
         if self.layout is None:
-            return self.table.real(self.tensors)
+            return self.table.real(self.tensors) if self.table.is_complex else list(self.tensors)
         return self.layout.views(self.tensors[0])
 
-    def flatten(self, wire: Tensor, **options: Any) -> Tensor:
+    def flatten(
+        self, wire: Tensor, *, scale: float | Tensor = 1.0, limit: float = inf, counters: Tensor | None = None
+    ) -> Tensor:
         """Gather all gradients in ``wire``; see `gradwire.kernels.flatten`."""
-        return flatten(self.tensors, wire, table=self.table, **options)
+        self.table.check_wire(wire)
+        self.table.kernels.flatten(self.tensors, self.table, wire, scale, limit, counters)
+        return wire
 
-    def unflatten(self, wire: Tensor, **options: Any) -> None:
+    def unflatten(self, wire: Tensor, *, scale: float | Tensor = 1.0, absmax: Tensor | None = None) -> None:
         """Scatter ``wire`` to all gradients; see `gradwire.kernels.unflatten`."""
-        unflatten(wire, self.tensors, table=self.table, **options)
+        self.table.check_wire(wire)
+        self.table.kernels.unflatten(wire, self.tensors, self.table, scale, absmax)
 
 
 class Step:
@@ -92,6 +98,8 @@ class Step:
         if (layout := getattr(memory, "layout", None)) is not None:
             layout.check_tensors(list(map(as_real, gradients)))
         table = SegmentTable(gradients)
+        if results is not gradients:
+            table.check_tensors(results)
         return cls(Gradients(gradients, table), Gradients(results, table), memory, iteration, transport, workspace)
 
     @cached_property

@@ -32,7 +32,7 @@ else:  # PyTorch compares the annotation of a hook with this class
     from torch.distributed import GradBucket
 
 CommHook = Callable[[Any, GradBucket], Future[torch.Tensor]]
-Tables = dict[tuple[int, int, torch.dtype], SegmentTable]  # by bucket index, number of elements and dtype
+Tables = dict[tuple[object, ...], SegmentTable]  # by bucket index, number of elements, strides and dtype
 Hook = TypeVar("Hook", bound=Callable[..., object])
 
 logger = logging.getLogger("gradwire.hooks")
@@ -127,7 +127,7 @@ class Bucket:
         ``tables`` keeps layouts of flat buckets; ``layout`` is that of the gradients in one, if it must be taken apart.
         """
         buffer = self.buffer()
-        key = (self.position, buffer.numel(), buffer.dtype)
+        key = (self.position, buffer.numel(), buffer.stride(), buffer.dtype)
         if key not in tables:
             tables[key] = SegmentTable([buffer])
         flat = Gradients([buffer], tables[key], layout)

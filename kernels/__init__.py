@@ -2,14 +2,15 @@
 
 Each family has a reference in plain PyTorch, Triton kernels, and CPU paths where these are faster than the reference:
 
-    flatten            gradients <-> one flat wire buffer, with scale, saturation and cast
+    segment_table      gradients <-> one flat wire buffer, with scale, saturation and cast
     delayed_scaling    the scale of a 16-bit wire, from the previous step's largest magnitude
     lowrank            PowerSGD's three passes over the matrices of a bucket, and the factors of the next step
     orthogonalize      an orthonormal basis of every low-rank factor
     quantize           gradients <-> messages of 1 to 32 bits an element, block by block, with error feedback
 
 The files ``*_triton`` have the Triton kernels; `choose` is called with the file. `segment_table`, `block_table` and
-`matrix_table` describe a bucket to the kernels, and `dispatch` chooses the implementation.
+`matrix_table` describe a bucket to the kernels, and `dispatch` chooses the implementation: once for each bucket, whose
+steps call the bound functions. The functions of this package check their arguments, and choose in every call.
 """
 
 from gradwire.kernels.block_table import (
@@ -21,17 +22,13 @@ from gradwire.kernels.block_table import (
     Section,
 )
 from gradwire.kernels.counter_random import random_key, uniform
-from gradwire.kernels.delayed_scaling import MAX_EXPONENT, update_scale, update_scale_reference
+from gradwire.kernels.delayed_scaling import MAX_EXPONENT, bound_update_scale, update_scale_reference
 from gradwire.kernels.dispatch import WIRE_DTYPES, compute_dtype, use_triton
-from gradwire.kernels.flatten import (
-    flatten,
-    flatten_reference,
-    unflatten,
-    unflatten_reference,
-)
 from gradwire.kernels.lowrank import (
+    LowRankKernels,
     backproject,
     backproject_reference,
+    bound_low_rank,
     draw,
     project,
     project_reference,
@@ -66,13 +63,16 @@ from gradwire.kernels.quantize import (
     sum_quantized_reference,
 )
 from gradwire.kernels.segment_table import (
-    Fitting,
     SegmentTable,
     as_real,
+    flatten,
+    flatten_reference,
     gradient_layout,
     is_capturing,
     layout_in_dtype,
     memory_order,
+    unflatten,
+    unflatten_reference,
     upload,
 )
 from gradwire.kernels.wire_formats import WIRE_FORMATS, Rounding, WireFormat
@@ -88,7 +88,7 @@ __all__ = [
     "WIRE_FORMATS",
     "BlockTable",
     "FactorLayout",
-    "Fitting",
+    "LowRankKernels",
     "Matrix",
     "MatrixTable",
     "MessageLayout",
@@ -103,7 +103,9 @@ __all__ = [
     "as_real",
     "backproject",
     "backproject_reference",
+    "bound_low_rank",
     "bound_quantization",
+    "bound_update_scale",
     "commit_errors",
     "commit_errors_reference",
     "compute_dtype",
@@ -134,7 +136,6 @@ __all__ = [
     "unflatten",
     "unflatten_reference",
     "uniform",
-    "update_scale",
     "update_scale_reference",
     "upload",
     "use_triton",

@@ -15,6 +15,8 @@ All ranks pass equal inputs and get bitwise equal results. One program; it reads
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -39,7 +41,20 @@ def update_scale_reference(
     inverse_world: float,
     is_last: bool,
 ) -> None:
-    """`update_scale` in plain PyTorch."""
+    """Replace a bucket's scale by the next step's.
+
+    Args:
+        exponent: int32, [2]: the exponent, and 1 once it was derived from a gradient. Modified.
+        scales: fp32, [2]: 2^exponent * inverse_world to send with, 2^-exponent to receive with. Overwritten.
+        absmax: fp32, [1]: the largest reduced magnitude of this step. Set to 0.
+        counters: int64, [4]: [3] marks a non-finite bucket in this step, [2] counts such steps. Modified.
+        top: floor(log2) of the magnitude at which the contribution of one rank saturates on the wire.
+        margin: binades of headroom. A larger margin tolerates larger jumps and leaves fewer bits for small values.
+        growth: binades by which the scale may rise in one step.
+        backoff: binades by which it falls below the target when a rank may have saturated.
+        inverse_world: 1 / world size.
+        is_last: whether this is the last bucket of the step.
+    """
     current, calibrated = exponent.unbind()
     finite = absmax.isfinite().squeeze()
     e = (torch.frexp(absmax).exponent.squeeze() - 1).clamp(min=-126)  # as the kernel reads it from the bits
@@ -61,43 +76,6 @@ def update_scale_reference(
         counters[3] = 0
 
 
-def update_scale(
-    exponent: Tensor,
-    scales: Tensor,
-    absmax: Tensor,
-    counters: Tensor,
-    *,
-    top: int,
-    margin: int,
-    growth: int,
-    backoff: int,
-    inverse_world: float,
-    is_last: bool,
-) -> None:
-    """Replace a bucket's scale by the next step's, on the device, without a synchronization.
-
-    Args:
-        exponent: int32, [2]: the exponent, and 1 once it was derived from a gradient. Modified.
-        scales: fp32, [2]: 2^exponent * inverse_world to send with, 2^-exponent to receive with. Overwritten.
-        absmax: fp32, [1]: the largest reduced magnitude of this step. Set to 0.
-        counters: int64, [4]: [3] marks a non-finite bucket in this step, [2] counts such steps. Modified.
-        top: floor(log2) of the magnitude at which the contribution of one rank saturates on the wire.
-        margin: binades of headroom. A larger margin tolerates larger jumps and leaves fewer bits for small values.
-        growth: binades by which the scale may rise in one step.
-        backoff: binades by which it falls below the target when a rank may have saturated.
-        inverse_world: 1 / world size.
-        is_last: whether this is the last bucket of the step.
-    """
-    run = choose(exponent.device, "flatten_triton", update_scale_reference, update_scale_reference)
-    run(
-        exponent,
-        scales,
-        absmax,
-        counters,
-        top=top,
-        margin=margin,
-        growth=growth,
-        backoff=backoff,
-        inverse_world=inverse_world,
-        is_last=is_last,
-    )
+def bound_update_scale(device: torch.device) -> Callable[..., None]:
+    """`update_scale_reference` for ``device``, or the Triton kernel: one launch without a synchronization."""
+    return choose(device, "flatten_triton", update_scale_reference, update_scale_reference)

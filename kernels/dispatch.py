@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -22,8 +22,6 @@ CHOICES = ("auto", "triton", "torch")
 WIRE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 Function = TypeVar("Function", bound=Callable[..., object])
-
-_LAUNCHERS: dict[Callable[..., object], Any] = {}  # of Triton kernels, by their references
 
 
 @cache
@@ -77,11 +75,8 @@ def choose(
         takes_triton: whether the Triton kernels accept the operands.
     """
     if takes_triton and use_triton(device):
-        if reference not in _LAUNCHERS:
-            module = import_module(f"gradwire.kernels.{triton_file}")
-            _LAUNCHERS[reference] = getattr(module, reference.__name__.replace("_reference", "_triton"))
-        launcher: Function = _LAUNCHERS[reference]
-        return launcher
+        launchers: Any = import_module(f"gradwire.kernels.{triton_file}")
+        return cast("Function", getattr(launchers, reference.__name__.replace("_reference", "_triton")))
     return cpu if device.type == "cpu" else reference
 
 

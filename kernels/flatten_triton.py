@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from gradwire.kernels.common_triton import kernel, load_chunk, narrow, triton_dtype
 from gradwire.kernels.delayed_scaling import BLIND_EXPONENT, MAX_EXPONENT
 from gradwire.kernels.dispatch import compute_dtype
-from gradwire.kernels.segment_table import CHUNK_NUMEL, SegmentTable
+from gradwire.kernels.segment_table import CHUNK_NUMEL, LARGEST, SegmentTable
 
 NUM_WARPS = 8
 
@@ -175,13 +176,15 @@ def _launch(
     **arguments: Any,
 ) -> None:
     """Launch a kernel with a program for each chunk of the bucket."""
+    if table.n_chunks == 0:
+        return
     is_tensor = isinstance(scale, Tensor)
     with torch.cuda.device_of(wire):
         kernel[(table.n_chunks,)](
             table_ptr=table.packed(tensors),
             wire_ptr=wire,
             scale_ptr=scale if is_tensor else None,
-            n_segments=len(table),
+            n_segments=len(table.lengths),
             n_chunks=table.n_chunks,
             scale=1.0 if is_tensor else scale,
             COMPUTE=triton_dtype(compute),
@@ -195,13 +198,14 @@ def flatten_triton(
     tensors: Sequence[Tensor],
     table: SegmentTable,
     out: Tensor,
-    scale: float | Tensor,
-    limit: float,
-    counters: Tensor | None,
+    scale: float | Tensor = 1.0,
+    limit: float = inf,
+    counters: Tensor | None = None,
 ) -> None:
     """`flatten` in one launch."""
-    compute, source = compute_dtype(table.dtype), triton_dtype(table.dtype)
-    _launch(_flatten_kernel, tensors, table, out, scale, compute, counters_ptr=counters, limit=limit, SOURCE=source)
+    limit, source = min(limit, LARGEST[out.dtype], LARGEST[table.compute]), triton_dtype(table.dtype)
+    arguments = {"counters_ptr": counters, "limit": limit, "SOURCE": source}
+    _launch(_flatten_kernel, tensors, table, out, scale, table.compute, **arguments)
 
 
 def unflatten_triton(

@@ -27,15 +27,18 @@ Source: Vogels, Karimireddy, Jaggi, "PowerSGD", NeurIPS 2019, algorithms 1 and 2
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import repeat
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gradwire.kernels.counter_random import uniform
 from gradwire.kernels.dispatch import choose
-from gradwire.kernels.flatten import flatten, unflatten
-from gradwire.kernels.matrix_table import FactorLayout, Operands
+from gradwire.kernels.matrix_table import FactorLayout, MatrixTable, Operands
+from gradwire.kernels.orthogonalize import bound_orthogonalize
 from gradwire.kernels.segment_table import check_step
 
 # Row norms in this range can be squared in fp64; others take `_renew_carefully`.
@@ -82,7 +85,7 @@ def _prepare_wire(operands: Operands, layout: FactorLayout, factors: Tensor, sca
     if layout.has_gaps:
         factors.zero_()
     if others is not None and others.sent_with is layout:
-        flatten(others.source, others.wire, table=others.table, scale=scale)
+        others.table.kernels.flatten(others.source, others.table, others.wire, scale)
 
 
 def _renew_and_unflatten(operands: Operands, p: Tensor, q: Tensor, finite: Tensor, renew: Callable[..., None]) -> None:
@@ -96,7 +99,7 @@ def _renew_and_unflatten(operands: Operands, p: Tensor, q: Tensor, finite: Tenso
         wire = p if renewal.layout is table.p else q
         renew(wire, renewal.layout, table.keys, renewal.step, renewal.following, finite)
     if others is not None:
-        unflatten(others.wire, others.target, table=others.target_table)
+        others.table.kernels.unflatten(others.wire, others.target, others.target_table, 1.0, None)
 
 
 def _compensated(operands: Operands, index: int) -> Tensor:
@@ -120,50 +123,20 @@ def renew_reference(
         after.copy_(torch.where(finite[i] > 0, unit, after))
 
 
-def _in_blocks(step: int, by_rows: Sequence[Tensor], factor: Tensor) -> Iterable[Sequence[Tensor]]:
-    """Matrices and a factor P, r x n, cut into blocks of ``step`` rows of the matrices.
+def _blocks(table: MatrixTable, by_rows: Sequence[Sequence[Tensor]], factors: Sequence[Tensor]) -> list[Any]:
+    """Matrices, one of each list in ``by_rows``, and their P, r x n, cut into blocks of `MatrixTable.block_rows`.
 
-    BLAS works block by block, so that each block of M is still in cache when it is used again.
+    Each is a tuple: the index of the matrix, its blocks, the columns of P. BLAS works block by block, so that each
+    block of M is still in cache when it is used again.
     """
-    if step >= factor.shape[1]:  # a split costs as much as a small product
-        return [(*by_rows, factor)]
-    return zip(*[tensor.split(step) for tensor in by_rows], factor.split(step, 1), strict=True)
-
-
-def _products(layout: FactorLayout, wire: Tensor, compute: torch.dtype) -> list[Tensor]:
-    """The buffer in which factors are computed: the wire itself if it has the dtype of the arithmetic."""
-    if wire.dtype == compute:
-        return layout.cached_views(wire)
-    return layout.views(torch.empty_like(wire, dtype=compute))
-
-
-def project_cpu(operands: Operands, q: Tensor, p: Tensor, scale: float) -> None:
-    """`project` on a CPU."""
-    table, keep, error = operands.table, operands.keep, operands.error
-    _prepare_wire(operands, table.p, p, scale)
-    products = zip(table.q.cached_views(q), _products(table.p, p, table.compute), table.p.cached_views(p), strict=True)
-    for i, (q_i, product, p_i) in enumerate(products):
-        by_rows = [operands.source[i], operands.target[i], *([] if error is None else [error[i]])]
-        for source, target, *error_blocks, columns in _in_blocks(table.block_rows[i], by_rows, product):
-            # P = Q M^T block by block: the columns of a factor stored transposed are rows of M.
-            m = _add(source, error_blocks, table.scratch[i])
-            torch.mm(q_i, m.t(), out=columns)
-            if keep:
-                target.copy_(m)
-        torch.mul(product, scale, out=p_i)
-
-
-def backproject_cpu(operands: Operands, p: Tensor, q: Tensor, scale: float) -> None:
-    """`backproject` on a CPU."""
-    table, error = operands.table, None if operands.keep else operands.error
-    _prepare_wire(operands, table.q, q, scale)
-    products = zip(table.p.cached_views(p), _products(table.q, q, table.compute), table.q.cached_views(q), strict=True)
-    for i, (p_i, product, q_i) in enumerate(products):
-        by_rows = [(operands.target if operands.keep else operands.source)[i], *([] if error is None else [error[i]])]
-        product.zero_()  # a sum over the blocks, in their order
-        for m, *error_blocks, columns in _in_blocks(table.block_rows[i], by_rows, p_i):
-            torch.addmm(product, columns, _add(m, error_blocks, table.scratch[i]), out=product)
-        torch.mul(product, scale, out=q_i)
+    blocks: list[Any] = []
+    for i, (*matrices, factor) in enumerate(zip(*by_rows, factors, strict=True)):
+        step = table.block_rows[i]
+        if step >= factor.shape[1]:  # a split costs as much as a small product
+            blocks.append((i, *matrices, factor))
+        else:
+            blocks += zip(repeat(i), *[matrix.split(step) for matrix in matrices], factor.split(step, 1), strict=False)
+    return blocks
 
 
 def _add(m: Tensor, error: Sequence[Tensor], scratch: Tensor) -> Tensor:
@@ -172,30 +145,62 @@ def _add(m: Tensor, error: Sequence[Tensor], scratch: Tensor) -> Tensor:
     return torch.add(m, error[0], out=out) if error else out.copy_(m)
 
 
+def project_cpu(operands: Operands, q: Tensor, p: Tensor, scale: float) -> None:
+    """`project` on a CPU."""
+    table = operands.table
+    _prepare_wire(operands, table.p, p, scale)
+    qs, ps = table.q.cached_views(q), table.p.cached_views(p)
+    # Factors are computed on the wire itself if it has the dtype of the arithmetic.
+    products = ps if p.dtype == table.compute else table.p.views(torch.empty_like(p, dtype=table.compute))
+    by_rows = [operands.source, operands.target, *([] if operands.error is None else [operands.error])]
+    for i, source, target, *error, columns in _blocks(table, by_rows, products):
+        # P = Q M^T block by block: the columns of a factor stored transposed are rows of M.
+        m = _add(source, error, table.scratch[i])
+        torch.mm(qs[i], m.t(), out=columns)
+        if operands.keep:
+            target.copy_(m)
+    for product, p_i in zip(products, ps, strict=True):
+        torch.mul(product, scale, out=p_i)
+
+
+def backproject_cpu(operands: Operands, p: Tensor, q: Tensor, scale: float) -> None:
+    """`backproject` on a CPU."""
+    table = operands.table
+    _prepare_wire(operands, table.q, q, scale)
+    ps, qs = table.p.cached_views(p), table.q.cached_views(q)
+    products = qs if q.dtype == table.compute else table.q.views(torch.empty_like(q, dtype=table.compute))
+    by_rows = [operands.target] if operands.keep else [operands.source]
+    if operands.error is not None and not operands.keep:
+        by_rows.append(operands.error)
+    torch._foreach_zero_(products)  # sums over the blocks, in their order
+    for i, m, *error, columns in _blocks(table, by_rows, ps):
+        torch.addmm(products[i], columns, _add(m, error, table.scratch[i]), out=products[i])
+    for product, q_i in zip(products, qs, strict=True):
+        torch.mul(product, scale, out=q_i)
+
+
 def reconstruct_cpu(operands: Operands, p: Tensor, q: Tensor, finite: Tensor) -> None:
     """`reconstruct` on a CPU."""
-    table = operands.table
+    table, compute = operands.table, operands.table.compute
     _renew_and_unflatten(operands, p, q, finite, renew_cpu)
-    factors = [
-        layout.cached_views(factor) if factor.dtype == table.compute else layout.views(factor.to(table.compute))
-        for layout, factor in ((table.p, p), (table.q, q))
-    ]
-    for i, (p_i, q_i, is_finite) in enumerate(zip(*factors, finite.tolist(), strict=True)):
-        if not is_finite:  # on some rank: E stays as it was, on all ranks
-            operands.target[i].fill_(torch.nan)
+    ps = table.p.cached_views(p) if p.dtype == compute else table.p.views(p.to(compute))
+    qs = table.q.cached_views(q) if q.dtype == compute else table.q.views(q.to(compute))
+    by_rows = [operands.source, operands.target, *([] if operands.error is None else [operands.error])]
+    flags = finite.tolist()
+    for i, source, target, *error, columns in _blocks(table, by_rows, ps):
+        if not flags[i]:  # on some rank: E stays as it was, on all ranks
+            target.fill_(torch.nan)
             continue
-        by_rows = [operands.source[i], operands.target[i], *([] if operands.error is None else [operands.error[i]])]
-        for source, target, *error_blocks, columns in _in_blocks(table.block_rows[i], by_rows, p_i):
-            product = torch.mm(columns.t(), q_i, out=table.scratch[i][: len(target)])
-            if table.dtype != table.compute:
-                product.clamp_(-table.limit, table.limit)
-            if operands.keep:  # the target still holds M: E first, then the result
-                torch.sub(target, product, out=error_blocks[0])
-                target.copy_(product)
-            elif error_blocks:  # G + E, minus the result as it was rounded by the store
-                error_blocks[0].add_(source).sub_(target.copy_(product))
-            else:
-                target.copy_(product)
+        product = torch.mm(columns.t(), qs[i], out=table.scratch[i][: len(target)])
+        if table.dtype != compute:
+            product.clamp_(-table.limit, table.limit)
+        if operands.keep:  # the target still holds M: E first, then the result
+            torch.sub(target, product, out=error[0])
+            target.copy_(product)
+        elif error:  # G + E, minus the result as it was rounded by the store
+            error[0].add_(source).sub_(target.copy_(product))
+        else:
+            target.copy_(product)
 
 
 def renew_cpu(
@@ -231,6 +236,28 @@ def _renew_carefully(q: Tensor, after: Tensor, key: int, step: Tensor) -> None:
     after.div_(torch.linalg.vector_norm(after, dim=1, keepdim=True))
 
 
+class LowRankKernels(NamedTuple):
+    """The operations on the matrices of one table. They have the arguments of the references, and check nothing."""
+
+    project: Callable[..., None]
+    backproject: Callable[..., None]
+    reconstruct: Callable[..., None]
+    orthogonalize: Callable[..., None]
+    draw: Callable[..., None]
+
+
+def bound_low_rank(table: MatrixTable) -> LowRankKernels:
+    """The operations for a table: Triton, CPU code or references, chosen once for all steps."""
+    device, fits, file = table.device, table.fits_triton, "lowrank_triton"
+    return LowRankKernels(
+        choose(device, file, project_cpu, project_reference, fits),
+        choose(device, file, backproject_cpu, backproject_reference, fits),
+        choose(device, "lowrank_reconstruct_triton", reconstruct_cpu, reconstruct_reference, fits),
+        bound_orthogonalize(device, table.compute, table.compute, table.largest_rank),
+        partial(draw, renew=_bound_renew(device, table.compute)),
+    )
+
+
 def project(operands: Operands, q: Tensor, p: Tensor, *, scale: float) -> None:
     """M = G + E; P = scale M Q, for every matrix of a bucket (PowerSGD, algorithm 1).
 
@@ -248,8 +275,7 @@ def project(operands: Operands, q: Tensor, p: Tensor, *, scale: float) -> None:
         ValueError: an operand does not fit its table.
     """
     operands.check(p, q)
-    run = choose(p.device, "lowrank_triton", project_cpu, project_reference, operands.table.fits_triton)
-    run(operands, q, p, scale)
+    bound_low_rank(operands.table).project(operands, q, p, scale)
 
 
 def backproject(operands: Operands, p: Tensor, q: Tensor, *, scale: float) -> None:
@@ -268,8 +294,7 @@ def backproject(operands: Operands, p: Tensor, q: Tensor, *, scale: float) -> No
         ValueError: an operand does not fit its table.
     """
     operands.check(p, q)
-    run = choose(q.device, "lowrank_triton", backproject_cpu, backproject_reference, operands.table.fits_triton)
-    run(operands, p, q, scale)
+    bound_low_rank(operands.table).backproject(operands, p, q, scale)
 
 
 def reconstruct(operands: Operands, p: Tensor, q: Tensor, finite: Tensor) -> None:
@@ -291,10 +316,7 @@ def reconstruct(operands: Operands, p: Tensor, q: Tensor, finite: Tensor) -> Non
         ValueError: an operand does not fit the table.
     """
     operands.check(p, q)
-    run = choose(
-        p.device, "lowrank_reconstruct_triton", reconstruct_cpu, reconstruct_reference, operands.table.fits_triton
-    )
-    run(operands, p, q, finite)
+    bound_low_rank(operands.table).reconstruct(operands, p, q, finite)
 
 
 def renew(
@@ -319,13 +341,20 @@ def renew(
     layout.check(wire, "wire")
     layout.check(following, "following")
     check_step(step, "step", following.device)
-    run = choose(
-        following.device, "lowrank_reconstruct_triton", renew_cpu, renew_reference, following.dtype == torch.float32
-    )
-    run(wire, layout, keys, step, following, finite)
+    _bound_renew(following.device, following.dtype)(wire, layout, keys, step, following, finite)
 
 
-def draw(layout: FactorLayout, keys: Sequence[int], step: Tensor, following: Tensor) -> None:
+def _bound_renew(device: torch.device, dtype: torch.dtype) -> Callable[..., None]:
+    return choose(device, "lowrank_reconstruct_triton", renew_cpu, renew_reference, dtype == torch.float32)
+
+
+def draw(
+    layout: FactorLayout,
+    keys: Sequence[int],
+    step: Tensor,
+    following: Tensor,
+    renew: Callable[..., None] = renew,
+) -> None:
     """Fill ``following`` with random unit columns: those that `renew` draws for zero factors."""
     zeros = torch.zeros_like(following)
     finite = torch.ones(len(keys), dtype=torch.int32, device=following.device)

@@ -16,7 +16,6 @@ import triton.language as tl
 from torch import Tensor
 
 from gradwire.kernels.common_triton import kernel, load_fields, triton_dtype, uniform_triton
-from gradwire.kernels.flatten import unflatten
 from gradwire.kernels.flatten_triton import unflatten_chunk
 from gradwire.kernels.lowrank_triton import as_aligned, load_m, strip_arguments
 from gradwire.kernels.matrix_table import (
@@ -309,7 +308,7 @@ def _norms(
         step_ptr=step if advances else None,
         segments_ptr=None if unpack is None else unpack.target_table.packed(unpack.target),
         packed_ptr=None if unpack is None else unpack.wire,
-        n_segments=0 if unpack is None else len(unpack.table),
+        n_segments=0 if unpack is None else len(unpack.table.lengths),
         n_unpacks=n_unpacks,
         advance_to=-1 if advance_to is None else advance_to,
         TARGET=None if unpack is None else triton_dtype(unpack.table.dtype),
@@ -355,8 +354,6 @@ def reconstruct_triton(operands: Operands, p: Tensor, q: Tensor, finite: Tensor)
     with torch.cuda.device_of(p):
         row_arguments: Mapping[str, Any] = {"finite_ptr": finite, **NO_ROWS}
         if renewal is not None:
-            if operands.uncompressed is not None:
-                operands.uncompressed.check(operands.uncompressed.target)
             row_arguments = _norms(
                 p if renewal.layout is table.p else q,
                 renewal.layout,
@@ -368,10 +365,8 @@ def reconstruct_triton(operands: Operands, p: Tensor, q: Tensor, finite: Tensor)
                 advance_to=renewal.advance_to,
                 unpack=operands.uncompressed,
             )
-        elif operands.uncompressed is not None:
-            unflatten(
-                operands.uncompressed.wire, operands.uncompressed.target, table=operands.uncompressed.target_table
-            )
+        elif (others := operands.uncompressed) is not None:
+            others.table.kernels.unflatten(others.wire, others.target, others.target_table, 1.0, None)
         _reconstruct_kernel[(plan["n_programs"] + row_arguments["n_rows"],)](
             addresses_ptr=table.on_device_addresses(operands.addresses),
             p_ptr=p,

@@ -12,6 +12,7 @@ Offsets within a tile are 32 bits wide, on a 64-bit address of its first element
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -400,8 +401,6 @@ def _multiply(operands: Operands, factor: Tensor, out: Tensor, scale: float, to_
     table, pack = operands.table, operands.uncompressed
     if pack is not None and pack.sent_with is not (table.p if to_p else table.q):
         pack = None
-    if pack is not None:
-        pack.check(pack.source)
     plan = table.plans.get(to_p) or table.plans.setdefault(to_p, _plan(table, to_p))
     n_partials, multiply, add = plan
     partials = torch.empty(n_partials, dtype=torch.float32, device=table.device)
@@ -420,18 +419,12 @@ def _multiply(operands: Operands, factor: Tensor, out: Tensor, scale: float, to_
             out_ptr=out,
             segments_ptr=None if pack is None else pack.table.packed(pack.source),
             packed_ptr=None if pack is None else pack.wire,
-            n_segments=0 if pack is None else len(pack.table),
+            n_segments=0 if pack is None else len(pack.table.lengths),
             n_packs=n_packs,
             scale=scale,
             **add,
         )
 
 
-def project_triton(operands: Operands, q: Tensor, p: Tensor, scale: float) -> None:
-    """`project` in two launches."""
-    _multiply(operands, q, p, scale, to_p=True)
-
-
-def backproject_triton(operands: Operands, p: Tensor, q: Tensor, scale: float) -> None:
-    """`backproject` in two launches."""
-    _multiply(operands, p, q, scale, to_p=False)
+project_triton = partial(_multiply, to_p=True)  # in two launches
+backproject_triton = partial(_multiply, to_p=False)  # in two launches

@@ -77,20 +77,24 @@ class FactorLayout:
 
     Attributes:
         sizes: the number of elements of each factor.
+        by_rank: the indices of the factors of each rank.
         offsets: where each factor begins.
         numel: the number of elements of the buffer.
         has_gaps: whether there are elements between the factors. On the wire, they are zeros.
+        plans: arguments that launches have in common, built once.
     """
 
     def __init__(self, ranks: Sequence[int], lengths: Sequence[int]) -> None:
         self.ranks = list(ranks)
         self.lengths = list(lengths)
+        self.by_rank = [[i for i, each in enumerate(ranks) if each == rank] for rank in sorted(set(ranks))]
         self.sizes = [rank * length for rank, length in zip(ranks, lengths, strict=True)]
         padded = [-(-size // ALIGN_NUMEL) * ALIGN_NUMEL for size in self.sizes]
         self.offsets = [0, *accumulate(padded)][:-1]
         self.numel = sum(padded)
         self.has_gaps = padded != self.sizes
         self.on_device = ProgramTables()
+        self.plans: dict[object, Any] = {}
         self._views: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         self._earlier_views: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         self._lookups = 0
@@ -279,8 +283,7 @@ def chunks(table: MatrixTable, to_p: bool, chunk: int) -> list[tuple[int, int, i
     ]
 
 
-@dataclass(frozen=True, eq=False)
-class Uncompressed:
+class Uncompressed(NamedTuple):
     """The gradients of a bucket that are sent uncompressed, next to the factors."""
 
     table: SegmentTable  # layout of the gradients
@@ -288,12 +291,6 @@ class Uncompressed:
     target: Sequence[Tensor]  # where the mean goes; may be ``source``
     wire: Tensor  # 1-D, ``table.numel`` elements of the gradients' dtype
     sent_with: FactorLayout  # the factors in the same message, P or Q: their product also writes ``wire``
-
-    def check(self, tensors: Sequence[Tensor]) -> None:
-        """Raise ValueError unless the source, or target, and the wire fit the table."""
-        self.table.check(tensors, self.wire)
-        if self.wire.dtype != self.table.dtype:
-            raise ValueError(f"The wire is {self.wire.dtype}; expected {self.table.dtype}, as the gradients.")
 
     @property
     def target_table(self) -> SegmentTable:
@@ -310,7 +307,7 @@ class Renewal(NamedTuple):
     advance_to: int | None  # new value of ``step``; None adds 1, as a CUDA graph must, which repeats numbers
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Operands:
     """The matrices of a bucket where they lie: what the passes of PowerSGD read and write.
 
@@ -342,13 +339,7 @@ class Operands:
         return [each.data_ptr() for part in (self.source, self.target, self.error or self.target) for each in part]
 
     def check(self, p: Tensor, q: Tensor) -> None:
-        """Raise ValueError unless matrices and packed factors fit the table. Matrices are checked once per object."""
-        _ = self._fits
-        self.table.p.check(p, "p")
-        self.table.q.check(q, "q")
-
-    @cached_property
-    def _fits(self) -> bool:
+        """Raise ValueError unless matrices and packed factors fit the table."""
         if self.keep and (self.error is None or self.table.dtype != self.table.compute):
             raise ValueError(
                 f"M can be kept only with error feedback and in {self.table.compute}, not in {self.table.dtype}."
@@ -367,7 +358,14 @@ class Operands:
                         f"Matrix {i} is {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()}; expected "
                         f"a contiguous {dtype} {shape}."
                     )
+        if (others := self.uncompressed) is not None:
+            others.table.check_wire(others.wire)
+            if others.wire.dtype != others.table.dtype:
+                raise ValueError(f"The wire is {others.wire.dtype}; expected {others.table.dtype}, as the gradients.")
+            others.table.check_tensors(others.source)
+            others.table.check_tensors(others.target)
         if self.renewal is not None:
             self.renewal.layout.check(self.renewal.following, "following")
             check_step(self.renewal.step, "step", self.table.device)
-        return True
+        self.table.p.check(p, "p")
+        self.table.q.check(q, "q")

@@ -24,7 +24,7 @@ registers of one program: little compared with the matrices.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import isnan
 
 import torch
@@ -67,9 +67,8 @@ def orthogonalize_cpu(wire: Tensor, layout: FactorLayout, out: Tensor, finite: T
     sources, targets, largest_loss = layout.cached_views(wire), layout.cached_views(out), tolerance(out.dtype)
     finite.fill_(1)
     # Only the r x r work is batched: the rounding of a batched r x n product depends on the number of factors.
-    for rank in sorted(set(layout.ranks)):
-        members = [i for i, each in enumerate(layout.ranks) if each == rank]
-        gram, scale = _unit_gram([sources[i] for i in members])
+    for members in layout.by_rank:
+        gram, scale = _unit_gram(list(map(sources.__getitem__, members)))
         inverse, errors = _inverse_cholesky(gram)
         hard = [k for k, error in enumerate(errors) if error > ONE_ROUND_ERROR]
         if hard:
@@ -151,6 +150,15 @@ def gram_schmidt(rows: Tensor, tolerance: float) -> Tensor:
     return basis
 
 
+def bound_orthogonalize(
+    device: torch.device, wire: torch.dtype, out: torch.dtype, largest_rank: int
+) -> Callable[..., None]:
+    """`orthogonalize` from a wire dtype into another, of ranks up to ``largest_rank``, which checks nothing."""
+    cpu = orthogonalize_reference if torch.float64 in (wire, out) else orthogonalize_cpu
+    takes_triton = largest_rank <= MAX_RANK and out == torch.float32
+    return choose(device, "orthogonalize_triton", cpu, orthogonalize_reference, takes_triton)
+
+
 def orthogonalize(wire: Tensor, layout: FactorLayout, out: Tensor, finite: Tensor) -> None:
     """Write an orthonormal basis of every factor's column space into ``out``, with zeros for dependent columns.
 
@@ -167,11 +175,4 @@ def orthogonalize(wire: Tensor, layout: FactorLayout, out: Tensor, finite: Tenso
     """
     layout.check(wire, "wire")
     layout.check(out, "out")
-    run = choose(
-        out.device,
-        "orthogonalize_triton",
-        orthogonalize_reference if torch.float64 in (wire.dtype, out.dtype) else orthogonalize_cpu,
-        orthogonalize_reference,
-        takes_triton=max(layout.ranks) <= MAX_RANK and out.dtype == torch.float32,
-    )
-    run(wire, layout, out, finite)
+    bound_orthogonalize(out.device, wire.dtype, out.dtype, max(layout.ranks))(wire, layout, out, finite)

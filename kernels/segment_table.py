@@ -1,9 +1,21 @@
-"""Program tables, which tell a kernel's programs what to work on, and segment tables, the tensors of a bucket.
+"""Segment tables: where the elements of many tensors lie, in memory and in one flat wire buffer. Moving them there:
 
-A program table is int64, with one row per field and one column per program, segment or matrix. `load_fields` decodes a
-column. Tables are sent from the host without a synchronization.
+    flatten      wire[offsets[i] + j] = cast(clamp(g_i[j] * scale, -limit, limit))
+    unflatten    g_i[j] = cast(wire[offsets[i] + j] * scale)
+                 absmax = max(absmax, max_ij |g_i[j]|)                   optional; NaN if an element is NaN
 
-A segment table tells where the elements of many tensors lie, in memory and in one flat wire buffer.
+Each operation is one launch for the whole bucket. Arithmetic is in fp32, or in fp64 if the
+gradients are fp64 (for `unflatten`: if the gradients or the wire are). fp64 is rounded to fp32 on
+its way to 16 bits, as in PyTorch.
+
+A finite element saturates at ``limit``, but at the largest finite value of the wire dtype at the latest; inf and NaN
+pass through. The maximum needs no float atomics: the bits of non-negative fp32 numbers, read as integers, sort like the
+numbers, followed by inf and NaN.
+
+Traffic for N elements, with s bytes per gradient element and w bytes per wire element: (s + w) N bytes each way.
+
+Program tables tell a kernel's programs what to work on. They are int64, with one row per field and one column per
+program, segment or matrix. `load_fields` decodes a column. Tables are sent from the host without a synchronization.
 
 A kernel reads one packed int64 table per bucket instead of one argument per tensor:
 
@@ -20,19 +32,21 @@ from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from functools import cached_property
 from itertools import accumulate, chain
+from math import inf
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch._C._dynamo import guards
 
-from gradwire.kernels.dispatch import WIRE_DTYPES
+from gradwire.kernels.dispatch import WIRE_DTYPES, choose, compute_dtype, narrow_reference
 
 # Elements per program. 4096 with 8 warps is 16 elements a thread: four 16-byte loads of fp32 in flight, and 64 KiB of
 # fp32 for the 4 programs of a multiprocessor. Smaller programs make no smaller waves: more of them run at once.
 CHUNK_NUMEL = 4096
 # Elements that the CPU paths handle at once: 1 MiB of fp32 scratch, which stays in cache.
 CPU_BLOCK_NUMEL = 1 << 18
+LARGEST = {dtype: torch.finfo(dtype).max for dtype in WIRE_DTYPES}
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
@@ -178,21 +192,11 @@ def cut_runs(sizes: Sequence[int], room: int) -> list[Run]:
     return runs
 
 
-class Fitting(tuple[Tensor, ...]):
-    """Tensors that are known to fit a table, whose `SegmentTable.check` then skips them.
+class SegmentKernels(NamedTuple):
+    """The operations on one device. They have the arguments of the references, and check nothing."""
 
-    Args:
-        tensors: tensors with the shapes, strides, dtype and device of the table. Not checked.
-        table: the table that they fit.
-    """
-
-    table: SegmentTable
-
-    def __new__(cls, tensors: Iterable[Tensor], table: SegmentTable) -> Fitting:
-        """A tuple of the tensors, with the table as an attribute."""
-        fitting = super().__new__(cls, tensors)
-        fitting.table = table
-        return fitting
+    flatten: Callable[..., None]
+    unflatten: Callable[..., None]
 
 
 class SegmentTable:
@@ -210,6 +214,7 @@ class SegmentTable:
 
     Attributes:
         source_dtype: dtype of the tensors; ``dtype``: dtype of their real elements.
+        compute: dtype of the arithmetic of `flatten`.
         runs: element ranges that the CPU paths process at once, in wire order.
         n_chunks: number of programs of a kernel.
         fields: rows of the packed table between the addresses and the chunks.
@@ -227,6 +232,7 @@ class SegmentTable:
         self.source_dtype = first.dtype
         self.is_complex = first.is_complex()
         self.dtype = first.dtype.to_real()
+        self.compute = compute_dtype(self.dtype)
         for i, tensor in enumerate(tensors):
             if tensor.dtype != first.dtype or tensor.device != first.device:
                 raise ValueError(
@@ -254,14 +260,21 @@ class SegmentTable:
         self._guard: Callable[..., bool] | None = None  # `layout_guard` of the first list that was checked
         self._packed: Upload | None = None
         self._views: tuple[int, torch.dtype, list[Tensor]] | None = None  # address and dtype of the wire, its views
-        self._scratch: Tensor | None = None
-        self._scratch_views: list[list[Tensor]] = []  # views of each run; empty for a slice
+        self._blocks: tuple[torch.dtype | None, list[tuple[Run, Tensor, list[Tensor]]]] = (None, [])  # of `blocks`
 
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def check(self, tensors: Sequence[Tensor], wire: Tensor) -> None:
-        """Raise ValueError unless ``tensors`` and ``wire`` fit the table, and ``wire`` has a wire dtype."""
+    @cached_property
+    def kernels(self) -> SegmentKernels:
+        """The operations on the table's device: Triton, CPU code or references, chosen at the first use."""
+        return SegmentKernels(
+            choose(self.device, "flatten_triton", flatten_cpu, flatten_reference),
+            choose(self.device, "flatten_triton", unflatten_cpu, unflatten_reference),
+        )
+
+    def check_wire(self, wire: Tensor) -> None:
+        """Raise ValueError unless ``wire`` fits the table, and has a wire dtype."""
         if wire.dtype not in WIRE_DTYPES:
             raise ValueError(f"The wire is {wire.dtype}; expected one of {', '.join(map(str, WIRE_DTYPES))}.")
         if wire.dim() != 1 or wire.numel() != self.numel or not wire.is_contiguous() or wire.device != self.device:
@@ -269,12 +282,9 @@ class SegmentTable:
                 f"The wire buffer is {tuple(wire.shape)} on {wire.device}; expected a contiguous 1-D tensor of "
                 f"{self.numel} elements on {self.device}."
             )
-        self.check_tensors(tensors)
 
     def check_tensors(self, tensors: Sequence[Tensor]) -> None:
         """Raise ValueError unless ``tensors`` fit the table."""
-        if isinstance(tensors, Fitting) and tensors.table is self:
-            return
         if len(tensors) != len(self.lengths):
             raise ValueError(f"Got {len(tensors)} tensors for a table of {len(self)}.")
         if self._guard is not None and self._guard(*tensors):  # 0.05 us a tensor; the loop below takes 0.25
@@ -311,7 +321,7 @@ class SegmentTable:
         addresses.
         """
         table = copy(self)
-        table._packed, table._views, table._scratch, table._scratch_views = None, None, None, []
+        table._packed, table._views = None, None
         return table
 
     def packed_results(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -344,28 +354,27 @@ class SegmentTable:
         """`as_real` of each tensor."""
         return [torch.view_as_real(tensor) for tensor in tensors] if self.is_complex else list(tensors)
 
-    def scratch(self, dtype: torch.dtype) -> Tensor:
-        """An uninitialized 1-D buffer in ``dtype``, as long as the longest run. The last result is cached."""
+    def blocks(self, dtype: torch.dtype) -> list[tuple[Run, Tensor, list[Tensor]]]:
+        """For each run with elements, uninitialized scratch in ``dtype``, 1-D, and its views: in the shapes of the
+        tensors, or for a slice the scratch itself. The last result is cached.
+        """
         # Views are made once: for many small tensors they cost more than the copies.
-        if self._scratch is None or self._scratch.dtype != dtype:
-            self._scratch = torch.empty(max(run.stop - run.start for run in self.runs), dtype=dtype, device=self.device)
-            self._scratch_views = [
-                [
-                    self.view(i, self._scratch, self.offsets[i] - run.start)
-                    for i in range(run.first, 0 if run.is_slice else run.last)
-                ]
-                for run in self.runs
-            ]
-        return self._scratch
+        if self._blocks[0] != dtype:
+            numel = max(run.stop - run.start for run in self.runs)
+            scratch, blocks = torch.empty(numel, dtype=dtype, device=self.device), []
+            for run in self.runs:
+                x = scratch[: run.stop - run.start]
+                whole = range(run.first, 0 if run.is_slice else run.last)
+                views = [self.view(i, scratch, self.offsets[i] - run.start) for i in whole]
+                if x.numel() > 0:
+                    blocks.append((run, x, views or [x]))
+            self._blocks = (dtype, blocks)
+        return self._blocks[1]
 
-    def run_tensors(self, index: int, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """The tensors, or the slice, of run ``index``, and views of the scratch in the same shapes."""
-        run = self.runs[index]
-        if not run.is_slice:
-            return self.real(tensors[run.first : run.last]), self._scratch_views[index]
-        assert self._scratch is not None
-        begin, length = run.start - self.offsets[run.first], run.stop - run.start
-        return [memory_order(tensors[run.first])[begin : begin + length]], [self._scratch[:length]]
+    def piece(self, run: Run, tensor: Tensor) -> Tensor:
+        """The slice that ``run`` is of its tensor, 1-D."""
+        begin = run.start - self.offsets[run.first]
+        return memory_order(tensor)[begin : begin + run.stop - run.start]
 
 
 def check_step(step: Tensor, name: str, device: torch.device) -> None:
@@ -375,3 +384,179 @@ def check_step(step: Tensor, name: str, device: torch.device) -> None:
             f"{name} is {step.dtype} {tuple(step.shape)} on {step.device}; expected one element of torch.int64 on "
             f"{device}. Pass torch.tensor([step], device=...)."
         )
+
+
+def flatten_reference(
+    tensors: Sequence[Tensor],
+    table: SegmentTable,
+    out: Tensor,
+    scale: float | Tensor = 1.0,
+    limit: float = inf,
+    counters: Tensor | None = None,
+) -> None:
+    """`flatten` in plain PyTorch, tensor by tensor."""
+    limit = min(limit, LARGEST[out.dtype], LARGEST[table.compute])
+    for tensor, wire in zip(tensors, torch.split(out, table.lengths), strict=True):
+        saturating_cast(memory_order(tensor).to(table.compute), wire, scale, limit, counters)
+
+
+def unflatten_reference(
+    wire: Tensor, tensors: Sequence[Tensor], table: SegmentTable, scale: float | Tensor, absmax: Tensor | None
+) -> None:
+    """`unflatten` in plain PyTorch, tensor by tensor."""
+    compute = compute_dtype(wire.dtype, table.dtype)
+    multiplier = torch.as_tensor(scale, dtype=compute, device=wire.device)
+    for tensor, segment in zip(tensors, torch.split(wire, table.lengths), strict=True):
+        result = memory_order(tensor)
+        result.copy_(narrow_reference(segment.to(compute) * multiplier, table.dtype))
+        if absmax is not None and result.numel() > 0:
+            absmax.copy_(torch.maximum(absmax, result.abs().max().float()))
+
+
+def saturating_cast(x: Tensor, out: Tensor, scale: float | Tensor, limit: float, counters: Tensor | None) -> None:
+    """``out = cast(clamp(x * scale, -limit, limit))``, where inf and NaN pass through; arguments as in `flatten`."""
+    scaled = x * torch.as_tensor(scale, dtype=x.dtype, device=x.device)
+    is_finite = x.isfinite()
+    clamped = torch.where(is_finite, scaled.clamp(-limit, limit), scaled)
+    out.copy_(narrow_reference(clamped, out.dtype))
+    if counters is not None:
+        counters[0] += (~is_finite).sum()
+        counters[1] += (is_finite & (scaled.abs() > limit)).sum()
+
+
+def flatten_cpu(
+    tensors: Sequence[Tensor],
+    table: SegmentTable,
+    out: Tensor,
+    scale: float | Tensor = 1.0,
+    limit: float = inf,
+    counters: Tensor | None = None,
+) -> None:
+    """`flatten` on a CPU."""
+    if table.is_complex:
+        tensors = table.real(tensors)
+    scale, limit = float(scale), min(limit, LARGEST[out.dtype], LARGEST[table.compute])
+    # Finite elements that do not grow, in their own dtype, cannot saturate: no need to look at them.
+    if table.dtype == out.dtype and counters is None and abs(scale) <= 1 and limit == LARGEST[out.dtype]:
+        _scale(tensors, table, out, scale)
+        return
+    multiplier = torch.tensor(scale, dtype=table.compute, device=out.device)  # made once, not in each `mul`
+    for run, x, views in table.blocks(table.compute):
+        members = [table.piece(run, tensors[run.first])] if run.is_slice else list(tensors[run.first : run.last])
+        if run.is_slice and table.dtype == table.compute:  # one pass less
+            torch.mul(members[0], multiplier, out=x)
+        else:
+            torch._foreach_copy_(views, members)
+            x.mul_(multiplier)
+        wire = out[run.start : run.stop]
+        # Optimistic: saturation is rare, and its exact treatment takes several more passes.
+        if _all_within(x, limit):
+            wire.copy_(x if x.dtype == wire.dtype else x.float())
+        else:
+            torch._foreach_copy_(views, members)
+            saturating_cast(x, wire, scale, limit, counters)
+
+
+def _all_within(x: Tensor, limit: float) -> bool:
+    """Whether all of ``x`` is finite and within ``limit``."""
+    # The sum of squares bounds the largest magnitude at a third of the cost of finding it, unless squares underflow.
+    if limit > 1e-15 and torch.dot(x, x).item() < 0.5 * limit * limit:
+        return True
+    low, high = torch.aminmax(x)
+    return -limit <= low.item() and high.item() <= limit
+
+
+def _scale(tensors: Sequence[Tensor], table: SegmentTable, out: Tensor, scale: float) -> None:
+    """`flatten` to the tensors' own dtype where nothing can saturate: large ones in one pass, small ones together."""
+    views = table.views(out)
+    for run in table.runs:
+        if not run.is_slice:
+            torch._foreach_copy_(views[run.first : run.last], list(tensors[run.first : run.last]))
+            out[run.start : run.stop].mul_(scale)
+        elif run.start == table.offsets[run.first]:  # the first slice: all slices of the tensor at once
+            stop = run.start + table.lengths[run.first]
+            torch.mul(memory_order(tensors[run.first]), scale, out=out[run.start : stop])
+
+
+def unflatten_cpu(
+    wire: Tensor, tensors: Sequence[Tensor], table: SegmentTable, scale: float | Tensor, absmax: Tensor | None
+) -> None:
+    """`unflatten` on a CPU."""
+    if table.is_complex:
+        tensors = table.real(tensors)
+    scale = float(scale)
+    if scale == 1 and absmax is None:  # a copy casts by itself
+        torch._foreach_copy_(list(tensors), table.views(wire))
+        return
+    for run, x, views in table.blocks(compute_dtype(wire.dtype, table.dtype)):
+        x.copy_(wire[run.start : run.stop]).mul_(scale)
+        members = [table.piece(run, tensors[run.first])] if run.is_slice else list(tensors[run.first : run.last])
+        torch._foreach_copy_(members, views)
+        if absmax is not None:
+            low, high = torch.aminmax(x)
+            # Rounding is monotonic, so this is the maximum of the rounded elements.
+            largest = torch.maximum(-low, high).to(table.dtype)
+            absmax.copy_(torch.maximum(absmax, largest.float()))
+
+
+def flatten(
+    tensors: Sequence[Tensor],
+    out: Tensor,
+    *,
+    table: SegmentTable | None = None,
+    scale: float | Tensor = 1.0,
+    limit: float = inf,
+    counters: Tensor | None = None,
+) -> Tensor:
+    """Write ``cast(clamp(tensor * scale, -limit, limit))`` of every tensor into its segment of ``out``.
+
+    A bucket that is flat already is a list of one tensor; ``out`` may then be that tensor itself, scaled in place.
+    One launch.
+
+    Args:
+        tensors: dense tensors of one dtype (fp32, fp16, bf16, fp64, or complex, read as real pairs) on one device.
+        out: the wire, 1-D, contiguous, ``table.numel`` elements of fp32, fp16, bf16 or fp64. Overwritten.
+        table: the layout. Build it once for a list that recurs; by default it is built for this call.
+        scale: a number, or a one-element fp32 tensor on the device, which is read there without a synchronization.
+        limit: the largest magnitude of a finite element on the wire, unless that of the wire dtype is lower.
+        counters: int64, [2]: the numbers of non-finite and of saturated elements are added.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        ValueError: the tensors or ``out`` do not fit the table, or ``out`` has another dtype than those named.
+    """
+    table = SegmentTable(tensors) if table is None else table
+    table.check_wire(out)
+    table.check_tensors(tensors)
+    table.kernels.flatten(tensors, table, out, scale, limit, counters)
+    return out
+
+
+def unflatten(
+    wire: Tensor,
+    tensors: Sequence[Tensor],
+    *,
+    table: SegmentTable | None = None,
+    scale: float | Tensor = 1.0,
+    absmax: Tensor | None = None,
+) -> None:
+    """Write ``cast(wire * scale)`` of every segment of ``wire`` into its tensor, in place.
+
+    One launch.
+
+    Args:
+        wire: 1-D, contiguous, ``table.numel`` elements of fp32, fp16, bf16 or fp64.
+        tensors: dense tensors of one dtype (fp32, fp16, bf16, fp64, or complex, written as real pairs). Overwritten.
+        table: the layout. Build it once for a list that recurs; by default it is built for this call.
+        scale: a number, or a one-element fp32 tensor on the device, which is read there without a synchronization.
+        absmax: fp32, [1]: raised to the largest magnitude written, as stored; NaN if a NaN was written.
+
+    Raises:
+        ValueError: the tensors or ``wire`` do not fit the table, or ``wire`` has another dtype than those named.
+    """
+    table = SegmentTable(tensors) if table is None else table
+    table.check_wire(wire)
+    table.check_tensors(tensors)
+    table.kernels.unflatten(wire, tensors, table, scale, absmax)

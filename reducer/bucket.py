@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gradwire.compress import Gradients
 from gradwire.hooks import _bucket as hooks
-from gradwire.kernels import Fitting, SegmentTable, flatten, gradient_layout, unflatten
+from gradwire.kernels import SegmentTable, gradient_layout
 from gradwire.reducer import errors, torch_internals
 
 # Arguments: parameter name, and the part of its reduced gradient that was sent but is not applied.
@@ -120,7 +120,7 @@ class DenseBucket(BucketBase):
         buffer = self.empty_buffer()
         if not self._is_flat:
             if not self._is_in_buffer():
-                flatten(self._grads, buffer, table=self._table)
+                self._table.kernels.flatten(self._grads, self._table, buffer)
             self._is_flat, self.zero_copy = True, False
         return buffer
 
@@ -174,7 +174,8 @@ class DenseBucket(BucketBase):
         """
         buffer = self.empty_buffer()
         if not self.as_view or len(self._outside) == len(self._grads):
-            return flatten(self._grads, buffer, table=self._table, scale=1 / self.divisor)
+            self._table.kernels.flatten(self._grads, self._table, buffer, 1 / self.divisor)
+            return buffer
         if not self._outside and not self._table.is_complex:
             return buffer.div_(self.divisor)
         for i, view in enumerate(self._buffer_views):
@@ -218,7 +219,7 @@ class DenseBucket(BucketBase):
                 grad = grad.clone()
             grads.append(grad.detach() if grad.requires_grad else grad)
         self.stand_ins, self._scale = list(unused), 1.0
-        self._grads = Fitting(grads, self._table)
+        self._grads = grads
         self._is_flat, self._replaced, self.zero_copy, self.dtype = False, None, zero_copy, self._table.dtype
         if self.as_view:
             self._kept = {i: grads[i].clone() for i in unused}
@@ -245,7 +246,7 @@ class DenseBucket(BucketBase):
         bucket = DenseBucket(self._spec, as_view=False)
         layouts = zip(self._parameters, self._strides, strict=True)
         zeros = [p.new_empty_strided(p.shape, stride).zero_() for p, stride in layouts]
-        bucket._grads = Fitting(zeros, bucket._table)
+        bucket._grads = zeros
         bucket.zero_copy = zero_copy
         return bucket
 
@@ -262,7 +263,7 @@ class DenseBucket(BucketBase):
                 raise ValueError(
                     errors.RESULT_MISFIT.format(index=self.position, numel=result.numel(), expected=self._table.numel)
                 )
-            unflatten(result.reshape(-1), target, table=table)
+            Gradients(target, table).unflatten(result.reshape(-1))
         if scale != 1:
             torch._foreach_mul_(list(target), scale)
             self._scale = scale

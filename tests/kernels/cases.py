@@ -1,7 +1,7 @@
 """What the property tests draw: dtypes, layouts of many tensors, values, scales and limits."""
 
 from dataclasses import dataclass
-from math import prod
+from math import inf, prod
 
 import pytest
 import torch
@@ -156,7 +156,7 @@ SCALES = st.one_of(
     st.floats(-1e4, 1e4, allow_subnormal=False).map(lambda number: number + 0.0),
 )
 SCALE_SHAPES = st.sampled_from((None, (), (1,)))  # None: a number
-LIMITS = st.sampled_from((None, None, 1e9, 8188.0, 57.3, 1.0, 2.0**-10, 2.0**-70))
+LIMITS = st.sampled_from((inf, inf, 1e9, 8188.0, 57.3, 1.0, 2.0**-10, 2.0**-70))
 
 
 def scale_of_shape(scale, shape, device):

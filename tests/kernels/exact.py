@@ -94,7 +94,7 @@ def _scaled(values, scale, compute):
 def flatten_oracle(values, source, wire, scale, limit):
     """Wire elements and the numbers of non-finite and saturated ones, from float64 values exact in ``source``."""
     compute = torch.float64 if source == torch.float64 else torch.float32
-    largest = torch.finfo(wire).max if limit is None else min(limit, torch.finfo(wire).max)
+    largest = min(limit, torch.finfo(wire).max)
     with np.errstate(over="ignore"):
         largest = largest if compute == torch.float64 else float(np.float32(largest))
     # Where the wire is wider than the arithmetic, a finite element saturates at the arithmetic's largest number.

@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 import torch
 
-from gradwire.kernels import flatten, unflatten, update_scale
+from gradwire.kernels import bound_update_scale, flatten, unflatten
 from tests.kernels.ahead_of_time import (
     BF16,
     FP16,
@@ -37,7 +37,11 @@ LIMITS = {
     ("unflatten", FP64, True): {"sm_80": 72, "sm_90": 72, "sm_100": 72, "gfx942": 64},  # 69/69  69/69  69/69  55/58
     ("update_scale", FP32, True): {"sm_80": 32, "sm_90": 32, "sm_100": 32, "gfx942": 16},  # 26/26  30/30  30/30  8/8
 }
-FUNCTIONS = {"flatten": flatten, "unflatten": unflatten, "update_scale": update_scale}
+FUNCTIONS = {
+    "flatten": flatten,
+    "unflatten": unflatten,
+    "update_scale": lambda *tensors, **options: bound_update_scale(tensors[0].device)(*tensors, **options),
+}
 
 # Gradient dtype and wire dtype.
 PAIRS = [(gradient, wire) for gradient in REALS for wire in (FP32, FP16, BF16)] + [(FP64, FP64)]

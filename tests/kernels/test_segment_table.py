@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.kernels import Fitting, SegmentTable, memory_order, segment_table
+from gradwire.kernels import SegmentTable, memory_order, segment_table
 from gradwire.kernels.segment_table import CHUNK_NUMEL, is_dense
 from tests.kernels.cases import PROPERTY, SOURCES, Layout, cases, name
 from tests.kernels.exact import as_float64
@@ -161,7 +161,7 @@ def checked_table(tensors):
 def test_misfitting_tensors_raise(tensors, message, make):
     table = make([other()])
     with pytest.raises(ValueError, match=message):
-        table.check(tensors, torch.empty(12))
+        table.check_tensors(tensors)
 
 
 @pytest.mark.parametrize("make", [SegmentTable, checked_table])
@@ -240,15 +240,6 @@ def test_checked_tensors_are_not_kept_alive():
     table.check_tensors([other()])
 
 
-def test_fitting_tensors_are_not_checked_again():
-    table, same = SegmentTable([other()]), SegmentTable([other()])
-    misfit = [other(strides=(1, 4))]
-    table.check(Fitting(misfit, table), torch.empty(12))
-    for tensors in (misfit, Fitting(misfit, same)):
-        with pytest.raises(ValueError, match="strides"):
-            table.check(tensors, torch.empty(12))
-
-
 @pytest.mark.parametrize(
     "wire",
     [torch.empty(11), torch.empty(12, 1), torch.empty(24)[::2], torch.empty(12, device="meta")],
@@ -256,4 +247,4 @@ def test_fitting_tensors_are_not_checked_again():
 )
 def test_wire_misfitting_table_raises(wire):
     with pytest.raises(ValueError, match="expected a contiguous 1-D tensor of 12 elements on cpu"):
-        SegmentTable([other()]).check([other()], wire)
+        SegmentTable([other()]).check_wire(wire)

@@ -63,16 +63,20 @@ def cast(model, dtype):
 
 
 def scaled_cast(model, dtype):
-    workspace, counters = Workspace(CPU), torch.zeros(4, dtype=torch.int64)
+    workspace, counters, scales = Workspace(CPU), torch.zeros(4, dtype=torch.int64), []
     each = [Step.of(None, tensors, tensors, 0, TRANSPORT, workspace) for tensors in model]
-    scales = [BucketScale(torch.zeros(2, dtype=torch.int32)) for _ in each]
-    for bucket in scales:
-        bucket.transport = TRANSPORT
     scaling = DelayedScaling(dtype=dtype)
-    return lambda _: [
-        scaled_cast_all_reduce(step, scaling, scale, counters, step is each[-1])
-        for step, scale in zip(each, scales, strict=True)
-    ]
+
+    def step(_):
+        scales.extend(BucketScale(torch.zeros(2, dtype=torch.int32)) for _ in each[len(scales) :])
+        for scale in scales:
+            scale.transport = TRANSPORT
+        return [
+            scaled_cast_all_reduce(one, scaling, scale, counters, one is each[-1])
+            for one, scale in zip(each, scales, strict=True)
+        ]
+
+    return step
 
 
 def powersgd(model, rank, factor_dtype):

@@ -166,7 +166,7 @@ def _by_matrix_addresses(kernel: Kernel) -> Kernel:
             if others is not None:
                 source = _tensors_at(read, others.source)
                 target = source if others.target is others.source else _tensors_at(written, others.target)
-                moved = replace(others, source=source, target=target)
+                moved = others._replace(source=source, target=target)
             parts = (operands.source, operands.target, operands.error or operands.target)
             found = _tensors_at(addresses, [tensor for part in parts for tensor in part])
             n = len(table)
@@ -248,16 +248,14 @@ def graphs_on_cpu() -> Iterator[type[GraphOnCpu]]:
     """A context in which ``torch.cuda.CUDAGraph`` is `GraphOnCpu`, which it yields with its counts at 0."""
     GraphOnCpu.captures = GraphOnCpu.replays = 0
     # Modules of these names are hidden in their package by the functions.
-    flatten, orthogonalize, quantize = (
-        import_module(f"gradwire.kernels.{name}") for name in ("flatten", "orthogonalize", "quantize")
-    )
+    orthogonalize, quantize = (import_module(f"gradwire.kernels.{name}") for name in ("orthogonalize", "quantize"))
     leaves: list[tuple[Any, str, Callable[[Any], Any]]] = [
         (lowrank, "project_cpu", _by_matrix_addresses),
         (lowrank, "backproject_cpu", _by_matrix_addresses),
         (lowrank, "reconstruct_cpu", _by_matrix_addresses),
         (lowrank, "renew_cpu", _recorded),
-        (flatten, "flatten_cpu", partial(_by_segment_addresses, position=0)),
-        (flatten, "unflatten_cpu", partial(_by_segment_addresses, position=1)),
+        (segment_table, "flatten_cpu", partial(_by_segment_addresses, position=0)),
+        (segment_table, "unflatten_cpu", partial(_by_segment_addresses, position=1)),
         (orthogonalize, "orthogonalize_cpu", _recorded),
         (orthogonalize, "orthogonalize_reference", _recorded),
         (quantize, "quantize_cpu", partial(_by_block_addresses, position=0)),
