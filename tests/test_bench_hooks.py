@@ -4,16 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-import gradwire
 from gradwire.bench import hooks, implementations, launch
 from gradwire.bench.hooks import measure_memory, measure_round, summarize, tables
 from gradwire.bench.implementations import GRADWIRE, GRADWIRE_ON_PYTORCH, PYTORCH
-from gradwire.bench.record import Measured, Metric, load, records_of
+from gradwire.bench.record import Measured, Metric, records_of
 from gradwire.bench.tables import find
 from gradwire.bench.timing import DriverCalls, driver_calls
-from gradwire.cli.app import app
 from gradwire.planner.hook_registry import HOOKS
 
 CPU = torch.device("cpu")
@@ -111,28 +108,6 @@ def test_each_hook_world_size_and_memory_is_measured_in_its_own_processes(small_
     assert asked == [*costs, *(([hook, name], 1) for hook, name in places)]
     assert measured.records == list(range(1, 14))
     assert measure_memory("fp16", GRADWIRE, CPU)[0].p50 > 2**20
-
-
-@pytest.mark.slow
-def test_command_measures_two_ranks_and_memory(tmp_path):
-    """Two real rounds of two ranks, and the memory of two hooks: a process for each implementation."""
-    path = tmp_path / "hooks.jsonl"
-    arguments = ["bench", "hooks", "--steps", "1", "--ranks", "2", "--hooks", "fp16", "--output", str(path)]
-    done = CliRunner(env={"NO_COLOR": "1", "COLUMNS": "80"}).invoke(app, arguments)
-    assert done.exit_code == 0, done.output
-    records = load(path)
-    facts = records[0].provenance
-    assert {"date", "commit", "cpu", "system", "torch", "python", "command", "load_average_before"} <= facts.keys()
-    assert facts["gradwire"] == gradwire.__version__
-    assert facts["threads_per_process"] == facts["settings"]["threads"] == 1
-    assert "background_cpu_load" in facts
-    assert [record.ranks for record in records if record.metric == Metric.STEP_MS] == [2] * 3
-    peaks = {
-        (record["hook"], record.implementation): record.p50 for record in records if record.metric == Metric.MEMORY
-    }
-    assert list(peaks) == [(hook, name) for hook in ("noop", "fp16") for name in SIDES]
-    # PyTorch's DDP has fp32 buffers of 50 MB, and its hook copies of 25; gradwire's has 13 for each of two buckets.
-    assert peaks["fp16", PYTORCH] - peaks["fp16", GRADWIRE] > 10e6
 
 
 def test_driver_calls_are_counted_by_name():

@@ -93,14 +93,6 @@ def test_bandwidth_of_a_copy_is_a_median_without_the_first_of_each_pair(monkeypa
     assert kernel_cases.copy_bandwidth(CPU, 1000) == pytest.approx(8.0)
 
 
-def test_host_time_is_recorded_on_a_gpu_only(monkeypatch):
-    case = KernelCase("copy", 1, {GRADWIRE: lambda: 1e-3}, lambda: None)
-    for host_seconds, recorded in ((None, None), (5e-6, 0.005)):
-        monkeypatch.setattr(kernel_cases, "timed", Clock(host_seconds))
-        found = find(run([case], "resnet50", 25, rounds=3, device=CPU), Metric.HOST_MS)
-        assert (found and found.p50) == recorded
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_case_passes_its_check_and_every_implementation_runs(name):
     torch.manual_seed(0)

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.bench.network import LOOPBACK
 from gradwire.bench.record import Measured, Metric, records_of
 from tools import advice_error
 
@@ -27,15 +26,3 @@ def test_advise_tables_show_errors_and_advice(facts):
     errors, advice = advice_error.tables(Measured({"rounds": 2, "hosts": 2}, records).with_provenance(facts))
     assert errors.rows == [["no hook", "400", "-25"], ["int4", "100", "+10"]]
     assert advice.rows == [["linear", "1 Gb/s", "int4", "4.00x", "4.00x", "1/2", "18", "12.3"]]
-
-
-@pytest.mark.slow
-def test_advise_predicts_and_measures_every_hook_on_loopback():
-    outcome = advice_error.measure(["tiny-layers"], [LOOPBACK], ["none", "int4"], rounds=1, delay_ms=0.0)
-    steps = [record for record in outcome.records if record.metric == Metric.STEP_MS]
-    assert {(record["hook"], record.implementation) for record in steps} == {
-        (hook, implementation)
-        for hook in ("none", "int4")
-        for implementation in (advice_error.MEASURED, advice_error.PREDICTED)
-    }
-    assert all(record.p50 > 0 for record in steps)

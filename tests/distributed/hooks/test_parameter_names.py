@@ -16,15 +16,7 @@ from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
 from tests.support.bits import assert_same_on_all_ranks
 from tests.support.ranks import from_all_ranks, on_ranks
 from tests.support.states import STATES, Training, make
-from tests.support.training import (
-    SMALLEST,
-    WRAPPERS,
-    build,
-    error_of,
-    message_of,
-    own_batches,
-    register,
-)
+from tests.support.training import SMALLEST, WRAPPERS, build, error_of, message_of, own_batches, register
 
 EARLY = {"start_powerSGD_iter": 2, "min_compression_rate": 1}
 

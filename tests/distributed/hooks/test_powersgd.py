@@ -273,8 +273,7 @@ def with_bad_element(values, bad, culprit, step=BAD_STEP, parameter=BAD):
 
 
 @pytest.mark.parametrize(
-    ("variant", "bad"),
-    [("plain", math.nan), ("plain", -math.inf), *((variant, math.inf) for variant in MEMORIES)],
+    ("variant", "bad"), [("plain", math.nan), ("plain", -math.inf), *((variant, math.inf) for variant in MEMORIES)]
 )
 @on_ranks(2, 3)
 def test_law5_nonfinite_matrix_becomes_nan_and_changes_nothing_else(variant, bad):

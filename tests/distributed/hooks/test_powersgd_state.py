@@ -14,28 +14,10 @@ from gradwire.hooks import hook_state
 from gradwire.hooks import powerSGD_hook as ours
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
-from tests.support.powersgd_checkpoints import (
-    CUT,
-    EARLY,
-    TOLERANCE,
-    TOTAL,
-    VARIANTS,
-    U,
-    relative_deviation,
-    trained,
-)
+from tests.support.powersgd_checkpoints import CUT, EARLY, TOLERANCE, TOTAL, VARIANTS, U, relative_deviation, trained
 from tests.support.ranks import from_all_ranks, on_ranks
 from tests.support.states import Training
-from tests.support.training import (
-    SMALL,
-    WRAPPERS,
-    build,
-    gradients,
-    message_of,
-    train,
-    train_steps,
-    wrapped,
-)
+from tests.support.training import SMALL, WRAPPERS, build, gradients, message_of, train, train_steps, wrapped
 
 # --- a pickled DDP
 

@@ -179,10 +179,7 @@ COPIED = {
             seed=5,
         ),
     ),
-    "scaled cast": (
-        scaled_cast_hook,
-        partial(ScaledCastState, dtype=torch.bfloat16, margin=5, growth=2, backoff=3),
-    ),
+    "scaled cast": (scaled_cast_hook, partial(ScaledCastState, dtype=torch.bfloat16, margin=5, growth=2, backoff=3)),
 }
 
 

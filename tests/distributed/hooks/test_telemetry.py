@@ -493,10 +493,7 @@ def test_jsonl_path_that_cannot_be_written_raises_at_the_call(tmp_path, path):
 def test_tensorboard_report_writes_scalars_at_the_step():
     writer = mock.Mock()
     to_tensorboard(writer)({"step": 7, "wire_ms": 2.5, "cosine": 0.5})
-    assert writer.add_scalar.mock_calls == [
-        mock.call("gradwire/wire_ms", 2.5, 7),
-        mock.call("gradwire/cosine", 0.5, 7),
-    ]
+    assert writer.add_scalar.mock_calls == [mock.call("gradwire/wire_ms", 2.5, 7), mock.call("gradwire/cosine", 0.5, 7)]
 
 
 def test_wandb_report_logs_all_numbers_at_once_over_the_step():

@@ -122,10 +122,7 @@ def test_wrappers_that_share_a_layer_find_each_other_in_a_frozen_heap():
     # The garbage collector finds no wrapper there.
     gc.collect()
     theirs = train_with_shared_layer("pytorch", "pytorch", "fp16")
-    with (
-        mock.patch.object(_bucket, "live_wrappers", lambda: []),
-        mock.patch.object(parameters, "live_wrappers", list),
-    ):
+    with mock.patch.object(_bucket, "live_wrappers", lambda: []), mock.patch.object(parameters, "live_wrappers", list):
         assert_same_bits(train_with_shared_layer("gradwire", "gradwire", "fp16"), theirs)
 
 
