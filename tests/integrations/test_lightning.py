@@ -129,8 +129,3 @@ def test_one_device_warns_once_that_the_hook_saves_nothing(run_on_two_ranks):
     for messages in run_on_two_ranks(warnings_on_one_device):
         (message,) = messages
         assert message.startswith("powerSGD_hook saves nothing: there is a single process")
-
-
-def test_strategy_without_hook_needs_no_state():
-    strategy = GradwireStrategy(find_unused_parameters=True)
-    assert strategy._ddp_kwargs == {"find_unused_parameters": True}

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradwire.comm import connections_of, executor, groups, store_collectives, transport
+from gradwire.comm import connections_of, groups, store_collectives
 from gradwire.comm.connections import Connections
 from gradwire.comm.store_collectives import POLL_SECONDS, Notices, RanksMissing, gradwire_store, store_all_gather
 from gradwire.hooks._bucket import reduce_bucket
@@ -23,7 +23,6 @@ from tests.support.training import (
     Fault,
     build,
     error_of,
-    message_of,
     own_batches,
     train_steps,
     wrapped,
@@ -127,44 +126,6 @@ def test_rank_uses_a_new_group_only_after_all_ranks_have_connected():
     assert returned == []
 
 
-@on_ranks(2, limit=90)
-def test_failed_task_of_pytorchs_ddp_raises_on_connected_peer():
-    group = dist.new_group(timeout=timedelta(seconds=60))
-    ddp = WRAPPERS["pytorch"](build("mlp"), process_group=group, bucket_cap_mb=SMALL)
-
-    async def fail_on_rank_0(step):
-        await step.transport.all_reduce(torch.ones(3))
-        if dist.get_rank() == 0:
-            raise Fault("from the algorithm")
-        await step.transport.all_reduce(torch.ones(3))
-
-    ddp.register_comm_hook(None, lambda _, bucket: reduce_bucket(group, bucket, fail_on_rank_0, "failing"))
-    batch, open_groups = ddp.module.batch(own_batches()), []
-
-    def keep_open(last):
-        open_groups.extend(last)
-        last.clear()
-
-    with ExitStack() as stack:
-        for module in (executor, transport):
-            stack.enter_context(mock.patch.object(module, "destroy", keep_open))
-        message = message_of(lambda: ddp(*batch).backward())
-        dist.barrier()
-    assert "from the algorithm" in message
-    if dist.get_rank() == 1:
-        assert "A gradient exchange failed on rank 0" in message
-
-
-@on_ranks(3)
-def test_notices_have_ranks_of_the_default_group():
-    group = dist.new_group([1, 2])
-    if dist.get_rank() == 2:
-        connections_of(group)._failure_notice()(Fault("planted"))
-    if dist.get_rank() > 0:
-        dist.barrier(group)
-        assert connections_of(group).failure_elsewhere() == "A gradient exchange failed on rank 2: planted"
-
-
 @on_ranks(2)
 def test_reason_of_the_rank_that_leaves_first_is_kept():
     found = connections_of(dist.new_group())
@@ -207,16 +168,6 @@ def test_request_without_an_answer_blocks_neither_itself_nor_later_ones():
         pass
     assert notices.ask(lambda store: request(store, 4)) == 4
     assert made == [0, 1, 3, 4]
-
-
-def test_request_that_the_store_refuses_has_no_answer():
-    def refuse(store):
-        raise RuntimeError
-
-    assert Notices(None).ask(refuse) is None
-    notices = Notices(dist.HashStore())
-    notices.tell(lambda store: store.set("key", "text"))
-    assert notices.ask(lambda store: store.get("key")) == b"text"
 
 
 WITH_A_LATE_ANSWER = """

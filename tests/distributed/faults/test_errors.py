@@ -15,7 +15,6 @@ from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
 from tests.support.features import FEATURES, AfterAnother, Parts, reentrant, wrap
 from tests.support.ranks import from_all_ranks, on_ranks
 from tests.support.training import (
-    SMALL,
     SMALLEST,
     WRAPPERS,
     FailsInBackward,
@@ -192,18 +191,6 @@ def test_training_resynchronized_after_failed_backward_continues(where, view):
     assert_trains_as_pytorchs(ddp, build("mlp"), batch)
 
 
-@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
-@on_ranks(2)
-def test_static_graph_with_failed_first_backward_counts_gradients_again(view):
-    options = {"gradient_as_bucket_view": view, "static_graph": True}
-    ddp = DDP(build("mlp"), bucket_cap_mb=SMALLEST, **options)
-    batch = torch.ones(2, 11) * (1 + dist.get_rank())
-    handle = ddp.module.layers[4].register_forward_hook(lambda module, args, out: FailsInBackward.apply(out))
-    assert error_of(ddp(batch).backward) == ("Fault", "from autograd")
-    handle.remove()
-    assert_trains_as_pytorchs(ddp, build("mlp"), batch, **options)
-
-
 @on_ranks(2, 3)
 def test_parameter_marked_twice_raises_until_resynchronized():
     # Each of several reentrant checkpoints with the same layer has a backward of its own, which marks it ready.
@@ -232,28 +219,6 @@ def test_hooks_with_string_annotations_are_accepted():
     )
     assert ours is None
     assert theirs[0] == "ValueError"
-
-
-@on_ranks(1)
-def test_hook_of_another_number_of_arguments_raises():
-    hooks = {"takes (bucket)": lambda bucket: None, "takes (state, bucket, more)": lambda state, bucket, more: None}
-    for words, hook in hooks.items():
-        kind, text = error_of(DDP(build("mlp")).register_comm_hook, None, hook)
-        assert kind == "ValueError"
-        assert words in text
-
-
-@on_ranks(2, 3)
-def test_failed_registration_leaves_no_trace():
-    ddp = DDP(build("mlp"), bucket_cap_mb=SMALL)
-    errors = [error_of(ddp.register_comm_hook, None, 1)]
-    ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    errors.append(error_of(ddp.register_comm_hook, None, default_hooks.allreduce_hook))
-    hooks = [hook.__name__ for hook, _ in ddp._comm_hooks]
-    logged = ddp._get_ddp_logging_data()["comm_hook"]
-    assert None not in errors
-    assert hooks == ["fp16_compress_hook"]
-    assert logged == "fp16_compress_hook"
 
 
 @on_ranks(2, 3)

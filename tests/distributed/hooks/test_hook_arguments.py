@@ -21,7 +21,7 @@ from gradwire.hooks.powerSGD_hook import PowerSGDState
 from gradwire.hooks.quantization_hooks import QuantizationState
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState
 from tests.support.ranks import from_all_ranks, on_ranks
-from tests.support.training import WRAPPERS, build, error_of, message_of, train_steps, wrapped
+from tests.support.training import WRAPPERS, error_of, message_of, train_steps, wrapped
 
 HOOKS = {
     "allreduce": default_hooks.allreduce_hook,
@@ -133,26 +133,6 @@ def test_hooks_on_fsdp_raise_that_they_need_ddp(strategy):
         )
 
 
-@pytest.mark.parametrize(
-    "bucket", [None, (torch.ones(2), torch.ones(2)), torch.ones(2)], ids=["none", "pair", "tensor"]
-)
-@pytest.mark.parametrize("hook", HOOKS)
-def test_hooks_reject_arguments_that_are_not_buckets(hook, bucket):
-    with pytest.raises(TypeError, match="in place of a bucket of gradients"):
-        HOOKS[hook](hook_states(hook), bucket)
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("hook", ["allreduce", "powersgd"])
-@on_ranks(1)
-def test_hooks_can_be_called_by_keyword(hook, wrapper):
-    ddp = WRAPPERS[wrapper](build("mlp"))
-    first = {"allreduce": "process_group", "powersgd": "state"}[hook]
-    state = hook_states(hook)
-    ddp.register_comm_hook(state, lambda state, bucket: HOOKS[hook](bucket=bucket, **{first: state}))
-    assert error_of(train_steps, ddp) is None
-
-
 # --- copies
 
 
@@ -216,18 +196,6 @@ class OwnState(HookState):
         super().__init__("own_hook", None, options)
 
 
-@on_ranks(1)
-def test_start_iter_zero_compresses_the_first_step():
-    steps = []
-
-    async def algorithm(step):
-        steps.append(step.iteration)
-
-    ddp = wrapped("gradwire", hook=(OwnState(Start(0)), hook_for(OwnState)(lambda state, b: state.run(b, algorithm))))
-    train_steps(ddp)
-    assert steps[0] == 0
-
-
 @hook_for(OwnState)
 def forgetful_hook(state, bucket):
     async def algorithm(step):
@@ -285,21 +253,3 @@ def test_error_of_an_algorithm_on_pytorchs_ddp_is_logged_with_its_traceback():
     finally:
         logging.getLogger("gradwire").removeHandler(handler)
     assert re.match(r"own_hook failed in bucket 0:\nTraceback.*, in mistaken\n.*KeyError", logged[0], re.DOTALL)
-
-
-@hook_for(OwnState)
-def returning_hook(state, bucket):
-    async def algorithm(step):
-        for gradient, result in zip(step.gradients, step.results, strict=True):
-            result.copy_(gradient)
-            await step.transport.all_reduce(result)
-        return torch.full_like(bucket.buffer(), torch.nan)
-
-    return state.run(bucket, algorithm)
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@on_ranks(2)
-def test_value_that_an_algorithm_returns_is_ignored(wrapper):
-    ddp = wrapped(wrapper, hook=(OwnState(), returning_hook))
-    assert all(gradient.isfinite().all() for gradient in train_steps(ddp)[0].values())

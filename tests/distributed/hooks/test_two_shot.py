@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradwire.comm import GroupTransport, LocalTransport, Transport, run_algorithm
+from gradwire.comm import GroupTransport, Transport, run_algorithm
 from gradwire.comm.connections import connections_of, executor_for
 from gradwire.comm.transport import MAX_CELL_BYTES, MAX_PIECES, clear_frames, pieces_on_gloo
 from tests.support.ranks import from_all_ranks, on_ranks
@@ -80,15 +80,6 @@ def test_both_shots_deliver_every_cell(way):
             shots = WAYS[way](message(rank, shape[0], world_size, shape[1]))
         for actual, expected in zip(shots, expected_shots(rank, world_size, shape), strict=True):
             assert torch.equal(actual, expected), shape
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_shots_of_a_single_process_copy(shape):
-    transport = LocalTransport()
-    shots = run_algorithm(two_shots(transport, message(0, shape[0], 1, shape[1])), transport)
-    for actual, expected in zip(shots, expected_shots(0, 1, shape), strict=True):
-        assert torch.equal(actual, expected)
-    assert transport.payload_bytes == shape[0] * shape[1]
 
 
 @on_ranks(2, 3)
@@ -189,10 +180,6 @@ def test_ranks_know_one_round_trip_which_is_short_on_one_machine():
     transport = connections_of(None).transport("round trip", CPU)
     assert 0 < transport.round_trip < 0.01
     assert len(set(from_all_ranks(transport.round_trip))) == 1
-
-
-def test_single_process_cuts_no_message():
-    assert LocalTransport().pieces(1 << 40) == 1
 
 
 CELLS = torch.zeros(2, 3, 16, dtype=torch.uint8)

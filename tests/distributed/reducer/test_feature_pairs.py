@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 import gradwire
 from gradwire.cli.run import compressed
-from tests.distributed.test_mixed_precision import MixedPrecision, no_streams
+from tests.distributed.reducer.test_mixed_precision import MixedPrecision, no_streams
 from tests.support.bits import differences
 from tests.support.features import CAP
 from tests.support.gpu_worker import SHARED_GPU

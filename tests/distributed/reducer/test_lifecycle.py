@@ -4,7 +4,6 @@ import copy
 import gc
 import inspect
 import pickle
-import threading
 import weakref
 from unittest import mock
 
@@ -79,18 +78,6 @@ def test_arguments_state_dict_and_logging_data_match_pytorch():
         lambda ddp: ddp._has_rebuilt_buckets,
     ):
         assert surface(ours) == surface(theirs)
-
-
-@on_ranks(2, 3)
-def test_device_mesh_matches_pytorch():
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
-    records = [
-        train(wrapper, "mlp", steps=3, bucket_cap_mb=SMALL, **options)
-        for options in ({}, {"device_mesh": mesh})
-        for wrapper in WRAPPERS
-    ]
-    for record in records:
-        assert_same_bits(record, records[0])
 
 
 COPIES = {
@@ -192,13 +179,3 @@ def local_gradients(model):
     model.zero_grad()
     model(*model.batch(own_batches())).backward()
     return gradients(model)
-
-
-@on_ranks(2)
-def test_models_of_one_group_share_one_thread():
-    counts = []
-    for _ in range(2):
-        for _ in range(3):
-            train("gradwire", "mlp", hook="fp16", steps=2)
-        counts.append(sum(thread.name == "gradwire" for thread in threading.enumerate()))
-    assert counts[0] == counts[1]

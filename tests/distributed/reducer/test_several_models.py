@@ -1,6 +1,5 @@
 """Several models in one process: one hook for all of them, one backward through them, one process group or several."""
 
-import copy
 import gc
 import itertools
 import threading
@@ -228,37 +227,6 @@ def test_hook_in_another_group_of_the_same_ranks_starts_again_with_its_ddp(hook)
     assert_same_on_all_ranks(from_all_ranks(train_steps(ddp, 3)))
 
 
-@on_ranks(2, limit=90)
-def test_one_state_for_two_models_uses_the_process_group_of_each():
-    state = default_hooks.CastState()
-    hook = state, default_hooks.fp16_compress_hook
-    models = [wrapped(seed=seed, group=dist.new_group(), hook=hook) for seed in range(2)]
-    for ddp in models:
-        train_steps(ddp)
-    assert fail_on_rank_1(models[0]) == ["RuntimeError", "Fault"][dist.get_rank()]
-    models[0].resynchronize()
-    seen = [train_steps(ddp) for _ in range(3) for ddp in models]
-    assert state.process_group is None
-    assert_same_on_all_ranks(from_all_ranks(seen))
-
-
-@pytest.mark.parametrize("hook", ["cast state", "int4", "powersgd"])
-@on_ranks(3)
-def test_state_without_a_group_averages_over_the_ranks_of_its_model(hook):
-    make, function = STATES[hook]
-    state = make(None)
-    for group in (dist.group.WORLD, half_of_three()):
-        (seen,) = train_steps(wrapped(group=group, hook=(state, function)))
-        local = build("mlp")
-        local(*local.batch(own_batches())).backward()
-        for name, gradient in gradients(local).items():
-            dist.all_reduce(gradient, group=group)
-            mean = gradient / dist.get_world_size(group)
-            torch.testing.assert_close(seen[name], mean, rtol=0, atol=1e-2 * mean.abs().max().item() + 1e-6)
-        if hook != "cast state":  # which serves one model at a time
-            state = copy.deepcopy(state)
-
-
 @pytest.mark.parametrize("hook", ["cast state", "int4", "powersgd", "scaled"])
 @on_ranks(3, limit=60)
 def test_other_ranks_assigned_to_a_registered_state_raise(hook):
@@ -271,17 +239,6 @@ def test_other_ranks_assigned_to_a_registered_state_raise(hook):
     kind, text = error_of(train_steps, ddp)
     assert kind == "ValueError"
     assert "would be averaged over other ranks than its parameters" in text
-
-
-@on_ranks(3, limit=60)
-def test_wrong_group_raises_although_an_older_wrapper_is_alive():
-    half, module, models = half_of_three(), build("mlp"), []
-    for _ in range(2):  # the older one is still alive
-        models.append(WRAPPERS["pytorch"](module, process_group=half))
-        models[-1].register_comm_hook(None, default_hooks.fp16_compress_hook)
-    kind, text = error_of(train_steps, models[1])
-    assert kind == "ValueError"
-    assert "The default group has ranks [0, 1, 2], the DistributedDataParallel" in text
 
 
 @pytest.mark.parametrize("second", WRAPPERS)

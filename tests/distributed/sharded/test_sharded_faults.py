@@ -21,7 +21,12 @@ from gradwire.reducer.bucket import DenseBucket
 from gradwire.sharded import ReduceScatterOptions
 from gradwire.sharded.replicas import ShardBucket
 from gradwire.sharded.shards import QuantizedReduceScatter
-from tests.distributed.test_faults import check_recovered, check_silent, train_with_recovery, train_without_recovery
+from tests.distributed.faults.test_faults import (
+    check_recovered,
+    check_silent,
+    train_with_recovery,
+    train_without_recovery,
+)
 from tests.support import sharded as models
 from tests.support.bits import differences
 from tests.support.training import SMALLEST, FailsInBackward, Fault, error_of, own_batches, wrapped
