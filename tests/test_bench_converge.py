@@ -6,7 +6,7 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from gradwire.bench import namespaces
-from gradwire.bench.converge import DEFAULT_HOOKS, Trial, compressed_step_ms, implementations_of, tables, to_target
+from gradwire.bench.converge import DEFAULT_HOOKS, Trial, compressed_step_ms, implementations_of, to_target
 from gradwire.bench.implementations import GRADWIRE, PYTORCH
 from gradwire.bench.record import Measured, Metric, Record, load, records_of
 from gradwire.bench.tasks import TASKS, Digits
@@ -58,30 +58,6 @@ def test_step_time_is_from_first_evaluation_on():
     assert compressed_step_ms(FP16) is None
     at_first_evaluation = [Record(**vars(r) | {"series": r.series[:1]}) for r in POWERSGD]
     assert compressed_step_ms(at_first_evaluation) is None
-
-
-def test_table_has_medians_ranges_and_speed_ups(records):
-    (only,) = tables(records)
-    assert only.rows == [
-        ["no hook", PYTORCH, "10", "12 (10-30)", "1200", "12 MB", "1.00x"],
-        ["fp16", PYTORCH, "", "2 of 3 reach it", "", "", ""],
-        ["powersgd-r4", GRADWIRE, "10", "2.00 (1.00-3.00)", "200", "2 MB", "6.00x"],
-    ]
-
-
-def test_table_of_several_optimizers_has_steps_with_each(records):
-    with_muon = [
-        *trainings("none", PYTORCH, seconds=(10.0, 30.0), optimizer="muon"),
-        *training("powersgd-r4", GRADWIRE, 1.0, is_reached=False, optimizer="muon"),
-    ]
-    provenance = records[0].provenance
-    (only,) = tables([*records, *(Record(**vars(record) | {"provenance": provenance}) for record in with_muon)])
-    assert list(only.headers) == ["hook", "", "AdamW", "Muon"]
-    assert only.rows == [
-        ["no hook", PYTORCH, "10 (1.00x)", "10 (1.00x)"],
-        ["fp16", PYTORCH, "2 of 3 reach it", ""],
-        ["powersgd-r4", GRADWIRE, "10 (1.00x)", "0 of 1 reach it"],
-    ]
 
 
 def test_sent_bytes_include_only_steps_and_both_barriers(world_of_one, monkeypatch):

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from gradwire.bench import hooks, implementations, launch
-from gradwire.bench.hooks import measure_memory, measure_round, summarize, tables
+from gradwire.bench.hooks import measure_memory, measure_round, summarize
 from gradwire.bench.implementations import GRADWIRE, GRADWIRE_ON_PYTORCH, PYTORCH
-from gradwire.bench.record import Measured, Metric, records_of
+from gradwire.bench.record import Metric
 from gradwire.bench.tables import find
 from gradwire.bench.timing import DriverCalls, driver_calls
 from gradwire.planner.hook_registry import HOOKS
@@ -50,26 +50,6 @@ def test_own_cost_is_beyond_noop_on_same_ddp_with_same_buckets():
     assert [find(records, Metric.STEP_MS, name)["one_bucket"] for name in SIDES] == [False, False, True]
     assert find(records, Metric.NOOP_STEP_MS, PYTORCH).p50 == 30
     assert own_costs(made_up_round("fp16")) == [30, 30, 100]
-
-
-def tables_of(*rounds, peaks):
-    records = [record for hook_records in rounds for record in hook_records]
-    for (hook, name), nbytes in peaks.items():
-        records += records_of("hooks", {"hook": hook}, name, 1, {Metric.MEMORY: nbytes})
-    return tables(Measured({"model": implementations.MODEL, "steps": 30}, records).with_provenance({}))
-
-
-def test_tables_show_own_costs_memory_and_driver_calls():
-    peaks = {("noop", GRADWIRE): 10**9, ("fp16", GRADWIRE): 10**9 - 1, ("fp16", PYTORCH): 1_234_567_890}
-    calls = DriverCalls(launches=12, synchronizations=3)
-    slower, free = made_up_round("bf16", theirs=15.0), made_up_round("int8", (9.0, 19.0))
-    costs, resources, driver = tables_of(made_up_round("fp16", calls=calls), slower, free, peaks=peaks)
-    assert costs.title == "Own cost of hooks (ms), 2 ranks"
-    assert costs.rows[0] == ["fp16", "100", "30", "30", "3.33x", "40", "3.00x"]
-    assert [row[4] for row in costs.rows] == ["3.33x", "", ""]
-    assert resources.rows[0] == ["fp16", "120", "40", "235 MB", "0 B"]
-    assert driver.rows[0] == ["fp16", "12", "12", "3", "3"]
-    assert len(tables_of(made_up_round("fp16"), peaks=peaks)) == 2, "without a GPU no driver calls"
 
 
 @pytest.fixture

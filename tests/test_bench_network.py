@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 
 from gradwire.bench import emulated, implementations, namespaces, network
 from gradwire.bench.emulated import LATENCY, wire_seconds
-from gradwire.bench.implementations import GRADWIRE, LAYERS, MODEL, NARROW, PYTORCH, WIDE
+from gradwire.bench.implementations import GRADWIRE, LAYERS, NARROW, PYTORCH, WIDE
 from gradwire.bench.namespaces import NamespaceError, Rate
-from gradwire.bench.network import summarize, tables
-from gradwire.bench.record import Measured, Metric, Record, load
+from gradwire.bench.network import summarize
+from gradwire.bench.record import Metric, load
 from gradwire.bench.timing import Timing
 from gradwire.cli.app import app
 from gradwire.comm import GroupTransport
@@ -89,26 +89,6 @@ def test_link_rate_counts_the_bytes_of_each_ring_rank(world_of_one, monkeypatch,
     clock = iter([0.0, 0.05, 1.0, 1.064, 2.0, 2.9])
     monkeypatch.setattr(network, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     assert network._probe(hosts) == pytest.approx(mbit)
-
-
-def tables_of(facts, rates, hooks, sent=123_456_789):
-    records = []
-    for rate in rates:
-        probe = {"bench": "network", "case": {"rate": rate}, "implementation": "all_reduce", "ranks": 2}
-        records.append(Record(**probe, metric=Metric.LINK_RATE, p50=1234.5))
-        records += made_up(rate, hooks, sent)
-    settings = {"model": MODEL, "hosts": 2, "steps": 15}
-    return tables(Measured(settings, records).with_provenance(facts))
-
-
-def test_table_has_a_row_for_each_hook_and_for_noop_in_one_bucket(facts):
-    (only,) = tables_of(facts, ["1gbit"], ["powersgd-r4"])
-    assert only.title == "Step time (ms), 2 hosts, link: 1 Gb/s (all-reduce reaches 1,234 Mb/s)"
-    assert only.rows == [
-        ["noop", "20", "10", "2.00x", "0", "0", "1 kB"],
-        ["noop, one bucket", "40", "", "", "0", "", ""],
-        ["powersgd-r4", "160", "30", "5.33x", "120", "20", "123 MB"],
-    ]
 
 
 def test_emulated_message_takes_latency_and_transmission_time():

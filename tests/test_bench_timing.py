@@ -22,16 +22,6 @@ def test_implementations_take_turns_in_every_order():
     assert orders[7] == in_turn("abcd", 7), "as on the other ranks"
 
 
-def test_background_load_excludes_this_process_and_is_unknown_without_proc(monkeypatch, tmp_path):
-    with monkeypatch.context() as patch:
-        patch.setattr(timing, "Path", lambda *_: tmp_path / "none")
-        assert BackgroundLoad().busy_cpus() is None
-    # 4 seconds, with 5 seconds of CPU time in all, 2 of them of this process.
-    readings = iter([(100.0, 10.0, 3.0), (104.0, 15.0, 5.0)])
-    monkeypatch.setattr(BackgroundLoad, "_read", staticmethod(lambda: next(readings)))
-    assert BackgroundLoad().busy_cpus() == 0.75
-
-
 def test_background_load_excludes_this_process_and_its_children(monkeypatch, tmp_path):
     stat = tmp_path / "stat"  # columns: user, nice, system, idle, iowait, irq, softirq, steal, and both of guests
     stat.write_text("cpu  1000 200 300 40000 500 600 700 80 9000 90\ncpu0 1 1 1 1 1 1 1 1 1 1\n")

@@ -13,7 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 from gradwire.bench import demo as demo_bench
-from gradwire.bench import namespaces, plots, tables
+from gradwire.bench import namespaces, plots
 from gradwire.bench.implementations import GRADWIRE
 from gradwire.bench.record import Measured, Metric, Record, load
 from gradwire.bench.tasks import Digits
@@ -179,22 +179,3 @@ def made_up(facts):
         return Measured(settings, records).with_provenance(facts | {"backend": backend})
 
     return results_of
-
-
-def test_table_compares_with_run_without_hook(made_up):
-    (table,) = demo_bench.tables(made_up("fp16", "none", rate="1gbit"))
-    assert table.rows == [
-        ["fp16", "0.1250", "75.0", "4 MB", "2.00x", "10", "10", "0.50x"],
-        ["no hook", "0.1250", "75.0", "2 MB", "1.00x", "11", "5", "1.00x"],
-    ]
-    notes = " ".join(table.notes)
-    assert "link: 1 Gb/s between hosts" in notes and "uncompressed" not in notes
-    (alone,) = demo_bench.tables(made_up("powersgd-r4"))
-    assert alone.rows[0].count("-") == 2, "no ratios without a baseline"
-    notes = " ".join(alone.notes)
-    assert "link: memory of this machine;" in notes and "first 10 steps uncompressed" in notes
-
-
-def test_bytes_are_rounded_to_three_digits_before_their_unit_is_chosen():
-    texts = {0: "0 B", 999: "999 B", 721364: "721 kB", 999_600: "1 MB", 1442728: "1.44 MB", 2.5e9: "2.5 GB"}
-    assert {count: tables.format_bytes(count) for count in texts} == texts

@@ -77,22 +77,6 @@ class Shifted:
         return getattr(self.tensor, attribute)
 
 
-@triton.jit
-def _address_kernel(base, start_ptr, out_ptr, INDEX: tl.constexpr):
-    # As the kernels address an element, but for INDEX, which is int64 there.
-    start = tl.load(start_ptr).to(INDEX)
-    pointer = base.to(tl.pointer_type(tl.float32)) + start
-    tl.store(out_ptr, pointer.to(tl.int64))
-
-
-@pytest.mark.parametrize("index, is_right", [(tl.int64, True), (tl.int32, False)], ids=["int64", "int32"])
-def test_address_probe_tells_64_bit_indices_from_32_bit_indices(index, is_right):
-    base, start = 2**46, 2**31 + 5
-    out = torch.zeros(1, dtype=torch.int64)
-    _address_kernel[(1,)](base, torch.tensor([start]), out, INDEX=index)
-    assert (out.item() == base + 4 * start) == is_right
-
-
 START = 2**31 + 3  # first element of the segment that the two chunks below are about
 OFFSET = 2**32 + 5  # of that segment in the wire
 NUMEL = CHUNK_NUMEL + 901

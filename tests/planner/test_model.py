@@ -88,19 +88,6 @@ def test_step_is_never_shorter_than_its_computation_and_its_messages(case):
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "per_byte", "expected"),
-    [
-        (1, 1e-12, 5.0),  # computation only
-        (2, 1.0, 5.0 + 2.0),  # the link keeps up, and the last bucket is exposed
-        (100, 1.0, 1.0 + 2.0 + 200.0),  # the link is busy from the first launch to the end
-    ],
-)
-def test_plain_hook_costs_messages_the_backward_does_not_hide(nbytes, per_byte, expected):
-    model = two_buckets()
-    assert step_seconds(model, plain(model, nbytes), fast_link(per_byte=per_byte)) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
     ("overlap", "expected"),
     [
         (Overlap.EVERYTHING, 57.0),
@@ -192,10 +179,3 @@ def test_hook_that_sends_half_and_computes_pays_below_a_bandwidth():
     for factor, pays in ((0.5, True), (2.0, False)):
         there = link.at(at * factor)
         assert (step_seconds(model, half, there) < step_seconds(model, plain(model, 100), there)) is pays
-
-
-def test_hook_that_saves_nothing_never_pays():
-    model = two_buckets()
-    assert break_even(model, plain(model, 100, launch=0.1), plain(model, 100), fast_link(per_byte=1.0)) is None
-    for link in (fast_link(), fast_link(latency=0.1, per_byte=1.0)):
-        assert break_even(model, plain(model, 100), plain(model, 100), link) is None

@@ -12,7 +12,7 @@ from gradwire.comm.connections import Connections
 from gradwire.hooks import default_hooks
 from gradwire.hooks._bucket import reduce_bucket
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
-from tests.support.features import FEATURES, AfterAnother, Parts, reentrant, wrap
+from tests.support.features import FEATURES, Parts, wrap
 from tests.support.ranks import from_all_ranks, on_ranks
 from tests.support.training import (
     SMALLEST,
@@ -189,20 +189,6 @@ def test_training_resynchronized_after_failed_backward_continues(where, view):
         assert next_forward is None or "receive grad for rank 0: \n" not in next_forward[1]
     ddp.resynchronize()
     assert_trains_as_pytorchs(ddp, build("mlp"), batch)
-
-
-@on_ranks(2, 3)
-def test_parameter_marked_twice_raises_until_resynchronized():
-    # Each of several reentrant checkpoints with the same layer has a backward of its own, which marks it ready.
-    batch = torch.ones(2, 4) * (1 + dist.get_rank())
-    for wrapper in WRAPPERS.values():
-        ddp = wrapper(new(AfterAnother))
-        kind, text = error_of(ddp(batch, (0, 1, 2, 3, 4, 2), run=reentrant).backward)
-        assert kind == "RuntimeError"
-        assert "Expected to mark a variable ready only once." in text
-    assert "with name parts.2." in text
-    ddp.resynchronize()
-    assert_trains_as_pytorchs(ddp, new(AfterAnother), batch, range(5))
 
 
 @on_ranks(2, 3)

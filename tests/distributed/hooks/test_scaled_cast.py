@@ -1,6 +1,5 @@
 """`scaled_cast_hook`: the scales over the steps, and the content of a checkpoint."""
 
-import io
 import warnings
 from dataclasses import dataclass
 from unittest import mock
@@ -13,6 +12,7 @@ from gradwire.hooks import scaled_cast_hooks
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
 from gradwire.hooks.telemetry import HostCopy
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
+from tests.support.powersgd_checkpoints import save_and_load
 from tests.support.ranks import on_ranks
 from tests.support.training import SMALL, SMALLEST, WRAPPERS, gradients, register
 from tests.support.zoo import Probe
@@ -281,13 +281,6 @@ def test_resynchronization_keeps_element_counts_and_copies_skipped_steps(world, 
 # --- checkpoints
 
 
-def save_and_load(value):
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 def resume(values, first, second, cut):
     """Gradients and exponents of the steps after ``cut``, with and without a restart under other options."""
     mine = [ranks[dist.get_rank()] for ranks in values]
@@ -306,7 +299,7 @@ def resume(values, first, second, cut):
     uninterrupted = steps(ScaledCastState(), first[0], mine, **first[1])[cut:]
     state = ScaledCastState()
     steps(state, first[0], mine[:cut], **first[1])
-    saved = save_and_load(state.state_dict())
+    saved = save_and_load(state.state_dict(), weights_only=True)
     state = ScaledCastState()
     state.load_state_dict(saved)
     loaded = state.exponents()
@@ -337,12 +330,3 @@ def test_law7_resumed_training_is_bitwise_equal_to_uninterrupted_run(worlds, res
         assert_same_bits(resumed, uninterrupted)
         assert exponents.keys() == loaded.keys()
     assert_same_on_all_ranks([exponents for *_, exponents in results])
-
-
-def test_new_state_is_empty():
-    state = ScaledCastState()
-    assert state.exponents() == {}
-    assert state.state_dict()["names"] == []
-    loaded = ScaledCastState()
-    loaded.load_state_dict(save_and_load(state.state_dict()))
-    assert_same_bits(loaded.state_dict(), state.state_dict())

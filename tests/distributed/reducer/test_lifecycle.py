@@ -1,9 +1,7 @@
 """Being PyTorch's class, copies, subgroups, and process groups that come and go."""
 
-import copy
 import gc
 import inspect
-import pickle
 import weakref
 from unittest import mock
 
@@ -19,7 +17,6 @@ from gradwire.reducer.adapted_ddp import AdaptedDDP
 from gradwire.reducer.ddp_interface import Logger
 from gradwire.reducer.reducer import Reducer
 from tests.support.bits import assert_same_bits
-from tests.support.powersgd_checkpoints import save_and_load
 from tests.support.ranks import from_all_ranks, on_ranks
 from tests.support.training import (
     HOOKS,
@@ -78,42 +75,6 @@ def test_arguments_state_dict_and_logging_data_match_pytorch():
         lambda ddp: ddp._has_rebuilt_buckets,
     ):
         assert surface(ours) == surface(theirs)
-
-
-COPIES = {
-    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
-    "save": lambda model: save_and_load(model, weights_only=False),
-    "deepcopy": copy.deepcopy,
-}
-
-
-def model_and_copy(wrapper, how, trained):
-    """Gradients of a model and of its copy on the same batches, or the type of the error."""
-    model, generator = wrapped(wrapper), own_batches()
-    train_steps(model, trained, generator)
-    try:
-        twin = COPIES[how](model)
-    except Exception as error:
-        return type(error).__name__
-    steps = []
-    for _ in range(3):
-        batch = model.module.batch(generator)
-        for ddp in (model, twin):
-            ddp.zero_grad()
-            ddp(*batch).backward()
-        steps.append((gradients(model), gradients(twin)))
-    return steps
-
-
-@pytest.mark.parametrize("trained", [0, 3])
-@pytest.mark.parametrize("how", COPIES)
-@on_ranks(2, 3)
-def test_copies_train_like_pytorchs(how, trained):
-    theirs, ours = (model_and_copy(wrapper, how, trained) for wrapper in WRAPPERS)
-    assert_same_bits(ours, theirs)
-    for model, twin in ours[2:]:  # the copy starts with one bucket again, whose sums may have another order
-        for name in model:
-            torch.testing.assert_close(twin[name], model[name])
 
 
 # A group that only some ranks belong to must not put the others out of step.

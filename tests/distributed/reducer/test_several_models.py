@@ -1,6 +1,5 @@
 """Several models in one process: one hook for all of them, one backward through them, one process group or several."""
 
-import gc
 import itertools
 import threading
 from datetime import timedelta
@@ -15,15 +14,13 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_p
 
 import gradwire
 from gradwire.comm import connections
-from gradwire.hooks import _bucket, default_hooks, powerSGD_hook, quantization_hooks
+from gradwire.hooks import default_hooks, powerSGD_hook, quantization_hooks
 from gradwire.hooks._bucket import zero_copy
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
-from gradwire.reducer import parameters
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
 from tests.support.ranks import from_all_ranks, on_ranks
 from tests.support.training import (
     WRAPPERS,
-    FailsInBackward,
     build,
     error_of,
     failing_hook,
@@ -114,15 +111,6 @@ def train_with_shared_layer(first, second, hook):
 @on_ranks(2)
 def test_layer_shared_by_two_wrappers_has_pytorchs_gradients(hook, pair):
     assert_same_bits(train_with_shared_layer(*pair, hook), train_with_shared_layer("pytorch", "pytorch", hook))
-
-
-@on_ranks(2)
-def test_wrappers_that_share_a_layer_find_each_other_in_a_frozen_heap():
-    # The garbage collector finds no wrapper there.
-    gc.collect()
-    theirs = train_with_shared_layer("pytorch", "pytorch", "fp16")
-    with mock.patch.object(_bucket, "live_wrappers", lambda: []), mock.patch.object(parameters, "live_wrappers", list):
-        assert_same_bits(train_with_shared_layer("gradwire", "gradwire", "fp16"), theirs)
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
@@ -373,18 +361,6 @@ def test_failure_while_another_thread_connects_raises_in_that_thread(use):
 def test_two_threads_on_groups_of_their_own_train():
     errors, seen = train_in_two_threads("gradwire", default_hooks.fp16_compress_hook, same_group=False)
     assert errors == [None, None]
-    assert_same_on_all_ranks(from_all_ranks(seen))
-
-
-@on_ranks(2)
-def test_model_wrapped_again_in_another_thread_trains():
-    group, seen = dist.new_group(), []
-    ddp = wrapped(group=group)
-    handle = ddp.module.layers[0].register_forward_hook(lambda module, args, output: FailsInBackward.apply(output))
-    assert error_of(train_steps, ddp)[0] == "Fault"  # on all ranks
-    handle.remove()
-    in_threads(lambda: seen.extend(train_steps(wrapped(group=group))))
-    assert len(seen) == 1
     assert_same_on_all_ranks(from_all_ranks(seen))
 
 

@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from gradwire.hooks import default_hooks
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
@@ -21,7 +20,6 @@ from tests.support.features import (
     run_plan,
     under_hooks,
     views,
-    ways,
     wrap,
     zero_grad,
 )
@@ -68,43 +66,6 @@ def test_gradient_unused_on_all_ranks_is_unchanged(feature, hook, view):
         ddp(batch, (0, 1, 2)).backward()
         assert_same_bits(gradients(part), before)
         assert view or part.weight.grad is held
-
-
-class TwoHeads(nn.Module):
-    """Returns two outputs; a third layer is in neither."""
-
-    def __init__(self, container):
-        super().__init__()
-        self.trunk, self.first, self.second, self.third = (nn.Linear(4, 4) for _ in range(4))
-        self.container = container
-
-    def forward(self, x):
-        x = self.trunk(x).tanh()
-        outputs = {"first": self.first(x).sum(), "second": [self.second(x).sum(), "text"]}
-        return outputs if self.container == "dict" else (outputs["first"], outputs["second"])
-
-
-def use_one_head(wrapper, container, hook, view, clear):
-    torch.manual_seed(0)
-    ddp = wrap(wrapper, TwoHeads(container), hook, view, find_unused_parameters=True)
-    generator = own_batches()
-    seen = []
-    for step in range(5):
-        zero_grad(ddp, clear)
-        outputs = ddp(torch.randn(3, 4, generator=generator))
-        first, second = outputs.values() if container == "dict" else outputs
-        loss = first if (step + dist.get_rank()) % 2 or step == 3 else second[0]
-        loss.backward()
-        seen.append(gradients(ddp))
-    return seen
-
-
-@pytest.mark.parametrize("clear", ["to-none", "kept"])
-@ways
-@pytest.mark.parametrize("container", ["dict", "tuple"])
-@on_ranks(2)
-def test_law4_outputs_outside_the_loss_match_pytorch(container, hook, view, clear):
-    assert_parity(use_one_head, container=container, hook=hook, view=view, clear=clear)
 
 
 def skip_unused(wrapper, hook, view):
