@@ -9,13 +9,12 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
-from gradwire.comm.connections import executor_for
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradwire.hooks.quantization_hooks import QuantizationState
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState
 from tests.support.bits import assert_same_bits
 from tests.support.powersgd_checkpoints import EARLY
-from tests.support.training import SMALLEST, WRAPPERS, register, wrapped
+from tests.support.training import SMALLEST, WRAPPERS, wrapped
 
 INT64_MAX = 2**63 - 1
 
@@ -307,54 +306,6 @@ def test_loaded_errors_are_detached_plain_tensors():
     error = memory(loaded)["errors"]["head.weight"]
     assert type(error) is torch.Tensor
     assert not error.requires_grad
-
-
-# --- shapes that only the first step can compare
-
-
-def current_transport():
-    """Of the hooks' algorithms; a failed step brings another one."""
-    return executor_for(None, torch.device("cpu")).transport
-
-
-# Entry, parameter and shape.
-WRONG_SHAPES = [
-    ("errors", "qkv.weight", (8, 18)),
-    ("errors", "head.weight", (18, 7)),
-    ("errors", "head.weight", (3, 3)),
-    ("q", "qkv.weight", (3, 2, 9)),
-    ("p", "qkv.weight", (2, 2, 9)),
-    ("q", "head.weight", (1, 2, 14)),
-]
-
-
-@pytest.mark.parametrize("when", ["bound later", "after plain steps"])
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize(("key", "name", "shape"), WRONG_SHAPES)
-def test_wrong_shape_raises_before_first_compressed_step_changes_anything(
-    world_of_one, wrapper, key, name, shape, when
-):
-    damaged = changed(powersgd_state(), key, torch.full(shape, 0.1), name)
-    for other in {"errors", "q", "p"} - {key}:  # or it is found by comparing the entries with each other
-        del damaged[other][name]
-    entry, state, model = f"{key}['{name}']", PowerSGDState(None, **OPTIONS), Model()
-    ddp = WRAPPERS[wrapper](model, bucket_cap_mb=SMALLEST)
-    if when == "after plain steps":
-        state.bind(model)
-        register(ddp, (state, powerSGD_hook))
-        step(ddp)
-        assert_refuses(state, damaged, entry)
-        return
-    state.load_state_dict(damaged)
-    before, transport = memory(state), current_transport()
-    sent = transport.payload_bytes
-    state.bind(model)
-    register(ddp, (state, powerSGD_hook))
-    message = refusal(step, ddp)
-    assert entry in message
-    assert "Load the state of this model" in message
-    assert transport.payload_bytes == sent
-    assert_same_bits(memory(state), before)
 
 
 # --- name patterns
