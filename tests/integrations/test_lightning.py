@@ -10,7 +10,6 @@ pytest.importorskip("lightning", reason="needs the extra 'lightning': make test-
 import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.strategies import DDPStrategy
 
 from gradwire.hooks.default_hooks import fp16_compress_wrapper
 from gradwire.integrations import HookNotUsedWarning
@@ -72,18 +71,6 @@ def test_lightning_run_equals_plain_run_and_resumes_like_it(run_on_two_ranks, tm
     for *runs, messages in run_on_two_ranks(train_and_resume, hook=hook, wrapper=wrapper, folder=str(tmp_path)):
         task.assert_equals_plain_run_and_resumes(hook, *runs)
         assert any("holds no state of a communication hook" in message for message in messages)
-
-
-def train_with_lightnings_strategy():
-    rank = task.launched_by_torchrun()
-    state, hook = task.HOOKS["powersgd"]()
-    fit(rank, DDPStrategy(ddp_comm_state=state, ddp_comm_hook=hook))
-    return state.iter
-
-
-def test_lightnings_own_strategy_registers_no_hook_on_cpu(run_on_two_ranks):
-    """The reason for `GradwireStrategy`, stated in docs/trainers.md."""
-    assert run_on_two_ranks(train_with_lightnings_strategy) == [0, 0]
 
 
 def train_with_wrapped_hook_and_options():

@@ -145,27 +145,6 @@ def test_peer_lost_between_shots_raises_and_closes_the_groups():
     assert [group() for group in groups] == [None, None]
 
 
-@pytest.mark.parametrize("counts", [(3, 1, 2), (0, 4, 0, 1, 1), (1, 2) * 10])
-@on_ranks(2, 3)
-def test_tasks_with_different_numbers_of_collectives_run_concurrently(counts):
-    # Each collective adds to what the one before gave.
-    worker, size = executor_for(None, CPU), dist.get_world_size()
-
-    async def task(value, count):
-        for _ in range(count):
-            await worker.transport.all_reduce(value)
-            value += 1
-        return value.item()
-
-    values = [torch.tensor(float(k)) for k in range(len(counts))]
-    futures = [worker.submit(lambda _, v=v, n=n: task(v, n)) for v, n in zip(values, counts, strict=True)]
-    for k, (future, count) in enumerate(zip(futures, counts, strict=True)):
-        expected = k
-        for _ in range(count):
-            expected = expected * size + 1
-        assert future.wait() == expected
-
-
 @on_ranks(2, 3)
 def test_connections_end_with_their_process_group():
     before = len(connections._connections)
