@@ -4,16 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-import gradwire
 from gradwire.bench import hooks, implementations, launch
-from gradwire.bench.hooks import measure_memory, measure_round, summarize, tables
+from gradwire.bench.hooks import measure_memory, measure_round, summarize
 from gradwire.bench.implementations import GRADWIRE, GRADWIRE_ON_PYTORCH, PYTORCH
-from gradwire.bench.record import Measured, Metric, load, records_of
+from gradwire.bench.record import Metric
 from gradwire.bench.tables import find
 from gradwire.bench.timing import DriverCalls, driver_calls
-from gradwire.cli.app import app
 from gradwire.planner.hook_registry import HOOKS
 
 CPU = torch.device("cpu")
@@ -55,26 +52,6 @@ def test_own_cost_is_beyond_noop_on_same_ddp_with_same_buckets():
     assert own_costs(made_up_round("fp16")) == [30, 30, 100]
 
 
-def tables_of(*rounds, peaks):
-    records = [record for hook_records in rounds for record in hook_records]
-    for (hook, name), nbytes in peaks.items():
-        records += records_of("hooks", {"hook": hook}, name, 1, {Metric.MEMORY: nbytes})
-    return tables(Measured({"model": implementations.MODEL, "steps": 30}, records).with_provenance({}))
-
-
-def test_tables_show_own_costs_memory_and_driver_calls():
-    peaks = {("noop", GRADWIRE): 10**9, ("fp16", GRADWIRE): 10**9 - 1, ("fp16", PYTORCH): 1_234_567_890}
-    calls = DriverCalls(launches=12, synchronizations=3)
-    slower, free = made_up_round("bf16", theirs=15.0), made_up_round("int8", (9.0, 19.0))
-    costs, resources, driver = tables_of(made_up_round("fp16", calls=calls), slower, free, peaks=peaks)
-    assert costs.title == "Own cost of hooks (ms), 2 ranks"
-    assert costs.rows[0] == ["fp16", "100", "30", "30", "3.33x", "40", "3.00x"]
-    assert [row[4] for row in costs.rows] == ["3.33x", "", ""]
-    assert resources.rows[0] == ["fp16", "120", "40", "235 MB", "0 B"]
-    assert driver.rows[0] == ["fp16", "12", "12", "3", "3"]
-    assert len(tables_of(made_up_round("fp16"), peaks=peaks)) == 2, "without a GPU no driver calls"
-
-
 @pytest.fixture
 def small_model(monkeypatch, world_of_one):
     for name, value in {"LAYERS": 2, "NARROW": 64, "WIDE": 128}.items():
@@ -111,28 +88,6 @@ def test_each_hook_world_size_and_memory_is_measured_in_its_own_processes(small_
     assert asked == [*costs, *(([hook, name], 1) for hook, name in places)]
     assert measured.records == list(range(1, 14))
     assert measure_memory("fp16", GRADWIRE, CPU)[0].p50 > 2**20
-
-
-@pytest.mark.slow
-def test_command_measures_two_ranks_and_memory(tmp_path):
-    """Two real rounds of two ranks, and the memory of two hooks: a process for each implementation."""
-    path = tmp_path / "hooks.jsonl"
-    arguments = ["bench", "hooks", "--steps", "1", "--ranks", "2", "--hooks", "fp16", "--output", str(path)]
-    done = CliRunner(env={"NO_COLOR": "1", "COLUMNS": "80"}).invoke(app, arguments)
-    assert done.exit_code == 0, done.output
-    records = load(path)
-    facts = records[0].provenance
-    assert {"date", "commit", "cpu", "system", "torch", "python", "command", "load_average_before"} <= facts.keys()
-    assert facts["gradwire"] == gradwire.__version__
-    assert facts["threads_per_process"] == facts["settings"]["threads"] == 1
-    assert "background_cpu_load" in facts
-    assert [record.ranks for record in records if record.metric == Metric.STEP_MS] == [2] * 3
-    peaks = {
-        (record["hook"], record.implementation): record.p50 for record in records if record.metric == Metric.MEMORY
-    }
-    assert list(peaks) == [(hook, name) for hook in ("noop", "fp16") for name in SIDES]
-    # PyTorch's DDP has fp32 buffers of 50 MB, and its hook copies of 25; gradwire's has 13 for each of two buckets.
-    assert peaks["fp16", PYTORCH] - peaks["fp16", GRADWIRE] > 10e6
 
 
 def test_driver_calls_are_counted_by_name():

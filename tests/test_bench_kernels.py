@@ -16,8 +16,8 @@ from gradwire.bench.kernel_bytes import (
     sum_quantized_bytes,
 )
 from gradwire.bench.kernel_cases import CASES, KernelCase
-from gradwire.bench.kernels import COPY, run, tables
-from gradwire.bench.record import Measured, Metric, records_of
+from gradwire.bench.kernels import run
+from gradwire.bench.record import Metric
 from gradwire.bench.shapes import SHAPES, buckets
 from gradwire.bench.tables import find
 from gradwire.bench.timing import Timing
@@ -93,14 +93,6 @@ def test_bandwidth_of_a_copy_is_a_median_without_the_first_of_each_pair(monkeypa
     assert kernel_cases.copy_bandwidth(CPU, 1000) == pytest.approx(8.0)
 
 
-def test_host_time_is_recorded_on_a_gpu_only(monkeypatch):
-    case = KernelCase("copy", 1, {GRADWIRE: lambda: 1e-3}, lambda: None)
-    for host_seconds, recorded in ((None, None), (5e-6, 0.005)):
-        monkeypatch.setattr(kernel_cases, "timed", Clock(host_seconds))
-        found = find(run([case], "resnet50", 25, rounds=3, device=CPU), Metric.HOST_MS)
-        assert (found and found.p50) == recorded
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_case_passes_its_check_and_every_implementation_runs(name):
     torch.manual_seed(0)
@@ -120,19 +112,6 @@ def test_kernel_that_writes_nothing_is_refused():
         lazy = KernelCase(case.kernel, case.nbytes, case.implementations | {GRADWIRE: lambda: None}, case.check)
         with pytest.raises(RuntimeError, match="is wrong; nothing is timed"):
             run([lazy], "resnet50", 25, rounds=1, device=CPU)
-
-
-def test_table_compares_implementations(facts):
-    case = {"kernel": "flatten to float16", "model": "gpt2-124m", "bucket_mib": 1056}
-    others = ("DDP and hook of PyTorch", "cat, to, div", "torch.compile", "foreach copy")
-    records = [
-        *records_of("kernels", {"kernel": "copy"}, COPY, 1, {Metric.BANDWIDTH: 11.2}),
-        *records_of("kernels", case, GRADWIRE, 1, {Metric.TIME_MS: 1013.5, Metric.BANDWIDTH: 9.9}),
-        *(record for other in others for record in records_of("kernels", case, other, 1, {Metric.TIME_MS: 1928.2})),
-    ]
-    (only,) = tables(Measured({"rounds": 7}, records).with_provenance(facts))
-    assert only.headers == ["bucket", GRADWIRE, *others, Metric.BANDWIDTH, "of a copy"]
-    assert only.rows == [["gpt2-124m, 1056 MiB", "1,014", *["1,928"] * 4, "9.9", "88 %"]]
 
 
 def test_byte_counts_agree_with_docstrings():

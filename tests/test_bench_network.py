@@ -1,8 +1,6 @@
 """`gradwire bench network`: its arithmetic and tables on made-up times, and short runs of the command."""
 
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,11 +11,10 @@ from typer.testing import CliRunner
 
 from gradwire.bench import emulated, implementations, namespaces, network
 from gradwire.bench.emulated import LATENCY, wire_seconds
-from gradwire.bench.implementations import GRADWIRE, LAYERS, MODEL, NARROW, PYTORCH, WIDE
+from gradwire.bench.implementations import GRADWIRE, LAYERS, NARROW, PYTORCH, WIDE
 from gradwire.bench.namespaces import NamespaceError, Rate
-from gradwire.bench.network import LOOPBACK, summarize, tables
-from gradwire.bench.record import Measured, Metric, Record, load
-from gradwire.bench.tables import find
+from gradwire.bench.network import summarize
+from gradwire.bench.record import Metric, load
 from gradwire.bench.timing import Timing
 from gradwire.cli.app import app
 from gradwire.comm import GroupTransport
@@ -25,11 +22,8 @@ from gradwire.kernels import WIRE_FORMATS
 from gradwire.planner.hook_registry import HOOKS
 from tests.support import rehearsal
 from tests.support.rehearsal import gpu_on_cpu
-from tests.support.stopped import HANG_LIMIT, STOPS, stopped
 
-OBSTACLE = namespaces.obstacle()
 KEPT = Path(__file__).parents[1] / "bench" / "results" / "network.jsonl"
-BENCH = [sys.executable, "-m", "gradwire.cli", "bench", "network"]
 
 
 def timed(hook, name, ms, one_bucket=False, sent=None):
@@ -97,32 +91,6 @@ def test_link_rate_counts_the_bytes_of_each_ring_rank(world_of_one, monkeypatch,
     assert network._probe(hosts) == pytest.approx(mbit)
 
 
-def tables_of(facts, rates, hooks, sent=123_456_789):
-    records = []
-    for rate in rates:
-        probe = {"bench": "network", "case": {"rate": rate}, "implementation": "all_reduce", "ranks": 2}
-        records.append(Record(**probe, metric=Metric.LINK_RATE, p50=1234.5))
-        records += made_up(rate, hooks, sent)
-    settings = {"model": MODEL, "hosts": 2, "steps": 15}
-    return tables(Measured(settings, records).with_provenance(facts))
-
-
-def test_table_has_a_row_for_each_hook_and_for_noop_in_one_bucket(facts):
-    (only,) = tables_of(facts, ["1gbit"], ["powersgd-r4"])
-    assert only.title == "Step time (ms), 2 hosts, link: 1 Gb/s (all-reduce reaches 1,234 Mb/s)"
-    assert only.rows == [
-        ["noop", "20", "10", "2.00x", "0", "0", "1 kB"],
-        ["noop, one bucket", "40", "", "", "0", "", ""],
-        ["powersgd-r4", "160", "30", "5.33x", "120", "20", "123 MB"],
-    ]
-
-
-def test_table_names_loopback_and_leaves_out_unknown_bytes(facts):
-    (only,) = tables_of(facts, [LOOPBACK.name], ["fp16"], sent=None)
-    assert only.title.startswith("Step time (ms), 2 hosts, this machine's loopback (")
-    assert "sent per step" not in only.headers
-
-
 def test_emulated_message_takes_latency_and_transmission_time():
     assert wire_seconds(0, Rate.parse("10gbit"), 2) == LATENCY
     assert wire_seconds(125_000_000, Rate.parse("1gbit"), 2) == pytest.approx(1 + LATENCY)
@@ -164,33 +132,6 @@ def test_impossible_namespaces_are_reported_with_loopback_as_remedy(monkeypatch,
     assert "--loopback" in done.stderr
 
 
-def run_command(path, *arguments, hooks="fp16"):
-    command = [*BENCH, "--steps", "2", "--hooks", hooks, "--output", str(path), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_LIMIT, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    records = load(path)
-    steps = {(r["rate"], r["hook"], r.implementation): r for r in records if r.metric == Metric.STEP_MS}
-    assert all(step.p50 > 0 for step in steps.values())
-    return records, steps
-
-
-@pytest.mark.skipif(OBSTACLE is not None, reason=f"no network namespaces: {OBSTACLE}")
-@pytest.mark.slow
-def test_command_limits_the_link_and_counts_its_bytes(tmp_path):
-    hooks = ("fp16", "int8", "int4", "int2", "sign")
-    records, _ = run_command(tmp_path / "network.jsonl", "--rates", "200mbit,unlimited", hooks=",".join(hooks))
-    assert 0 < find(records, Metric.LINK_RATE).p50 < 210
-    sent = {(r["rate"], r["hook"], r.implementation): r.p50 for r in records if r.metric == Metric.SENT_PER_STEP}
-    for name in (PYTORCH, GRADWIRE):
-        for rate in ("200mbit", "unlimited"):
-            assert sent[rate, "noop", name] < 10_000
-        # A token bucket cuts messages into packets, with a header each: a tenth of the payload at most.
-        assert payload("fp16") <= sent["200mbit", "fp16", name] < 1.1 * payload("fp16")
-        assert payload("fp16") <= sent["unlimited", "fp16", name] < 1.03 * payload("fp16")
-    for hook in hooks:
-        assert payload(hook) <= sent["unlimited", hook, GRADWIRE] < 1.03 * payload(hook), hook
-
-
 def payload(hook):
     """Bytes that each of two ranks sends in a step of the model: 2 (n - 1) / n times its elements, which is 1."""
     return NARROW * WIDE * LAYERS * WIRE_FORMATS[hook].block_bytes(64) // 64
@@ -202,22 +143,3 @@ def test_kept_bytes_at_the_interface_follow_the_formula():
     for rate in ("1gbit", "unlimited"):
         for hook in ("fp16", "bf16", "int8", "int4", "int2"):
             assert payload(hook) <= sent[rate, hook] < 1.03 * payload(hook), (rate, hook)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(OBSTACLE is not None, reason=f"no network namespaces: {OBSTACLE}")
-@pytest.mark.parametrize("stop", STOPS)
-def test_stopped_command_leaves_no_process_no_namespace_and_no_file(tmp_path, stop):
-    def own_namespaces(pid):
-        return [name for name in namespaces.existing() if name.startswith(f"gradwire-{pid}-")]
-
-    def has_namespaces(pid):
-        assert len(own_namespaces(pid)) == 3
-
-    command = [*BENCH, "--steps", "100000", "--hooks", "noop", "--output", str(tmp_path / "out.jsonl")]
-    pid = stopped(command, stop, tmp_path, has_namespaces)
-    if stop == signal.SIGKILL:
-        namespaces.delete_abandoned()  # as the next run does
-    else:
-        assert list(tmp_path.iterdir()) == []
-    assert own_namespaces(pid) == []

@@ -2,52 +2,7 @@
 
 import pytest
 
-from gradwire.bench import scale
-from gradwire.bench.nodes import FLAT, METHODS, NOOP, PLAIN, SEAMS, tables
-from gradwire.bench.record import Measured, Metric, Record
 from gradwire.bench.scale import Machine, plain_seconds, quantized_bytes, stages
-
-SETTINGS = {"steps": 2, "training_steps": 4, "hosts": 2, "ranks_per_host": 2, "parameters": 8_000_000}
-ALL = [(seam, method) for seam, methods in SEAMS.items() for method in methods]
-
-
-def made_up(facts, rates=("100mbit", "1gbit")):
-    records = []
-
-    def add(seam, method, metric, value, **case):
-        case |= {"seam": seam, "method": method}
-        records.append(Record(bench="nodes", case=case, implementation="-", ranks=4, metric=metric, p50=value))
-
-    for rate in rates:
-        for seam, method in ALL:
-            add(seam, method, Metric.STEP_MS, {PLAIN: 400.0, NOOP: 100.0}.get(method, 160.0), rate=rate)
-            add(seam, method, Metric.SENT_PER_STEP, 1e6, rate=rate)
-    for seam, method in [(FLAT, NOOP), *(case for case in ALL if case[1] != NOOP)]:
-        add(seam, method, Metric.MEMORY, 300e6 if method == NOOP else 312e6)
-        if method != NOOP:
-            add(seam, method, Metric.VALIDATION_LOSS, 2.5)
-    return Measured(SETTINGS, records).with_provenance(facts)
-
-
-def test_tables_have_a_row_for_each_seam(facts):
-    slow, fast, sent, memory, loss, calibration, *models = tables(made_up(facts))
-    assert slow.title == "Step time (ms), 2 nodes of 2 ranks, link between nodes: 100 Mb/s"
-    assert fast.title.endswith("1 Gb/s") and sent.title == "Sent per step by a node, at 1 Gb/s"
-    for table in (slow, fast, sent, memory, loss):
-        assert [row[0] for row in table.rows] == list(SEAMS) and list(table.headers[1:]) == list(METHODS)
-    assert slow.rows[0] == ["ddp-flat", "400", *["160 (2.5x)"] * 4]
-    assert slow.rows[1] == ["ddp-hierarchical", "-", *["160 (2.5x)"] * 3, "-"]
-    assert memory.rows[2] == ["hsdp", *["12 MB"] * 5] and loss.rows[2] == ["hsdp", *["2.5000"] * 5]
-    assert len(calibration.rows) == 2 * len(scale.METHODS) and len(models) == len(scale.MODELS)
-    assert [bool(table.notes) for table in models] == [False] * (len(models) - 1) + [True]
-
-
-def test_calibration_compares_counted_with_measured_bytes(facts):
-    """8 M elements of 0.53 bytes: int4 sends 7/4 of them flat, and all of them once hierarchical, over 2 x 2 ranks."""
-    calibration = tables(made_up(facts, ["100mbit"]))[4]
-    by_name = {row[0]: row[1:] for row in calibration.rows}
-    assert by_name["int4, flat, 100 Mb/s"] == ["7.44 MB", "1 MB", "7.44", "595", "60", "9.92"]
-    assert by_name["int4, hierarchical, 100 Mb/s"][:3] == ["4.25 MB", "1 MB", "4.25"]
 
 
 def test_counted_bytes_follow_the_formula():

@@ -14,7 +14,6 @@ from gradwire.bench import plots
 from gradwire.bench.plots import DRAWINGS
 from gradwire.cli.app import app
 from gradwire.cli.bench import TABLES as BENCH_TABLES
-from gradwire.planner.hook_registry import HOOKS
 from tools import pages
 from tools.pages import PAGES, TABLES, PageError, fill, load_all
 
@@ -31,23 +30,6 @@ def test_page_matches_kept_results(page):
 def test_every_table_is_on_a_page():
     texts = "".join((ROOT / page).read_text() for page in PAGES)
     assert set(re.findall(r"<!-- begin (\S+) -->", texts)) == set(TABLES)
-
-
-@pytest.mark.parametrize("name", TABLES)
-def test_table_has_equal_rows_and_its_source(name):
-    lines = fill(f"<!-- begin {name} -->\n<!-- end {name} -->", RESULTS).splitlines()
-    for first, *rest in _tables(lines):
-        assert {row.count("|") for row in rest} == {first.count("|")}
-    commands = [file.partition("_")[0] for file in TABLES[name][0]]
-    sources = [line for line in lines if line.startswith("`")]
-    assert len(sources) == len(commands)
-    programs = r"`(gradwire |gradwire bench |python -m tools\.(validate )?)"
-    assert all(re.match(rf"{programs}{command}\b", line) for line, command in zip(sources, commands, strict=True))
-
-
-def _tables(lines):
-    groups = itertools.groupby(lines, key=lambda line: line.startswith("|"))
-    return [list(rows) for is_table, rows in groups if is_table]
 
 
 @pytest.mark.parametrize(
@@ -96,12 +78,6 @@ def figure_of(tmp_path, monkeypatch):
         return figure
 
     return draw
-
-
-def test_styles_of_all_hooks_differ_and_twelve_hooks_have_twelve_colors():
-    styles = plots.hook_styles([*HOOKS, "powersgd-r4-no-feedback"])
-    assert len(set(styles.values())) == len(HOOKS) + 1
-    assert len({color for color, _ in [*styles.values()][:12]}) == 12
 
 
 @pytest.mark.parametrize("name", ["converge_text", "converge_digits", "demo", "kernels"])

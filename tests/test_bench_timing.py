@@ -4,23 +4,15 @@ import itertools
 import json
 import os
 import re
-import resource
 import subprocess
-import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from gradwire.bench import record, timing
 from gradwire.bench.launch import HERE, LaunchError, launch
-from gradwire.bench.record import Measured, Record, load, percentiles_ms, provenance, replacing, save
+from gradwire.bench.record import Measured, Record, load, provenance, replacing, save
 from gradwire.bench.timing import BackgroundLoad, in_turn
-
-
-def test_percentiles_are_milliseconds():
-    assert percentiles_ms([step / 1e3 for step in range(11)]) == {"p20": 2.0, "p50": 5.0, "p80": 8.0}
-    assert percentiles_ms([0.5]) == {"p20": 500.0, "p50": 500.0, "p80": 500.0}
 
 
 def test_implementations_take_turns_in_every_order():
@@ -28,16 +20,6 @@ def test_implementations_take_turns_in_every_order():
     assert all(sorted(order) == list("abcd") for order in orders)
     assert {pair for order in orders for pair in itertools.pairwise(order)} == set(itertools.permutations("abcd", 2))
     assert orders[7] == in_turn("abcd", 7), "as on the other ranks"
-
-
-def test_background_load_excludes_this_process_and_is_unknown_without_proc(monkeypatch, tmp_path):
-    with monkeypatch.context() as patch:
-        patch.setattr(timing, "Path", lambda *_: tmp_path / "none")
-        assert BackgroundLoad().busy_cpus() is None
-    # 4 seconds, with 5 seconds of CPU time in all, 2 of them of this process.
-    readings = iter([(100.0, 10.0, 3.0), (104.0, 15.0, 5.0)])
-    monkeypatch.setattr(BackgroundLoad, "_read", staticmethod(lambda: next(readings)))
-    assert BackgroundLoad().busy_cpus() == 0.75
 
 
 def test_background_load_excludes_this_process_and_its_children(monkeypatch, tmp_path):
@@ -48,24 +30,6 @@ def test_background_load_excludes_this_process_and_its_children(monkeypatch, tmp
     monkeypatch.setattr(timing.os, "times", lambda: (1.5, 0.25, 4.0, 0.5, 99.0))
     _, total, own = BackgroundLoad._read()
     assert (total, own) == (15.8, 6.25)
-
-
-def test_peak_memory_on_macos_is_the_maximum_resident_size(monkeypatch):
-    monkeypatch.setattr(timing.sys, "platform", "darwin")
-    monkeypatch.setattr(resource, "getrusage", lambda _: SimpleNamespace(ru_maxrss=50_000))
-    assert timing.peak_memory(torch.device("cpu")) == 50_000
-
-
-@pytest.mark.slow
-def test_peak_memory_excludes_the_parent_process():
-    before = timing.peak_memory(torch.device("cpu"))
-    block = b"x" * (before + 10**9)
-    after = timing.peak_memory(torch.device("cpu"))
-    assert after > len(block)
-    del block
-    program = "import torch; from gradwire.bench import timing; print(timing.peak_memory(torch.device('cpu')))"
-    child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert 10**7 < int(child.stdout) < after - 10**8
 
 
 def test_provenance_names_machine_versions_and_date(monkeypatch, tmp_path):

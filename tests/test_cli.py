@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 import gradwire
 from gradwire.cli import __main__, bench, command_runs
 from gradwire.cli.app import app
-from gradwire.planner.hook_registry import DEMO_HOOKS, HOOKS
+from gradwire.planner.hook_registry import HOOKS
 
 PLAIN = {"NO_COLOR": "1", "COLUMNS": "200"}
 
@@ -54,23 +54,14 @@ def test_unknown_hook_is_refused_with_names_of_all(tmp_path):
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("demo", "--processes", "0"),
-        ("demo", "--epochs", "0"),
-        ("demo", "--seed", "-1"),
         ("demo", "--hooks", ""),
         ("demo", "--hooks", "none,noop"),
         ("bench", "kernels", "--models", "vgg"),
-        ("bench", "kernels", "--sizes", "0"),
         ("bench", "kernels", "--sizes", "1.5"),
         ("bench", "reducer", "--models", "resnet"),
-        ("bench", "reducer", "--ranks", "0"),
         ("bench", "reducer", "--ranks", "two"),
         ("bench", "network", "--rates", "1gb"),
-        ("bench", "network", "--hooks", "fp17"),
-        ("bench", "network", "--hosts", "1"),
-        ("bench", "network", "--steps", "0"),
         ("bench", "converge", "--hooks", "noop"),
-        ("bench", "converge", "--rate", "fast"),
         ("bench", "converge", "--rate", "1gbit,2gbit"),
         ("bench", "converge", "--task", "chess"),
         ("bench", "converge", "--task", "text,digits"),
@@ -83,20 +74,6 @@ def test_invalid_value_is_refused(arguments, tmp_path, monkeypatch):
     assert done.exit_code == 2
     assert arguments[-2] in done.output
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("command", "words"),
-    [
-        (["demo"], ["--output", "--processes", "--epochs", "--seed", "--hooks", *DEMO_HOOKS]),
-        (["bench"], ["kernels", "reducer", "hooks", "telemetry", "network", "converge", "report"]),
-        (["bench", "network"], ["--hosts", "--rates", "--steps", "--hooks", "--quick", "--loopback", "--output"]),
-    ],
-)
-def test_help_lists_options_and_hooks(command, words):
-    done = in_process(*command, "--help")
-    assert done.exit_code == 0, done.output
-    assert [word for word in words if word not in done.output] == []
 
 
 def test_quick_stands_for_the_options_in_the_help(monkeypatch):

@@ -128,14 +128,6 @@ def test_options_on_the_page_of_advise_exist():
     assert [option for option in named if unknown_in("gradwire", ["advise", option])] == []
 
 
-def test_unknown_command_or_option_on_a_page_is_found(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text(
-        "Run `gradwire bench speed`.\n\n```sh\ntorchrun --no-python gradwire advise job --hook int4  # all\n```\n"
-    )
-    assert [unknown_in(*command) for command in commands_shown_on(page)] == ["speed", "--hook"]
-
-
 def test_ci_runs_the_commands_of_readme_and_contributing():
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     run = re.findall(r"^make (.+)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)

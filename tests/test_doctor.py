@@ -77,14 +77,6 @@ def test_kernels_that_cannot_run_are_reported_with_remedy(monkeypatch):
     assert next(doctor.kernels()) == ("cpu", "plain PyTorch; Triton kernels need a GPU", "ok")
 
 
-def test_gpu_without_triton_is_reported_with_remedy(monkeypatch):
-    monkeypatch.setattr(doctor, "_gpus", lambda: [torch.device("cuda", 0)])
-    monkeypatch.setattr(doctor, "use_triton", lambda device: False)
-    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
-    _, gpu = doctor.kernels()
-    assert gpu.status == "warning" and "pip install triton" in gpu.text
-
-
 def test_environment_reports_set_variables_and_unknown_interfaces(monkeypatch):
     for name, value in {"GLOO_SOCKET_IFNAME": "none7", "NCCL_DEBUG": "INFO", "GRADWIRE_KERNEL": "torch"}.items():
         monkeypatch.setenv(name, value)
@@ -114,14 +106,6 @@ def test_untested_torch_and_fsdp2_reductions_are_warnings(monkeypatch, release, 
     found = [check for check in checks if check.name == "FSDP2"]
     assert [check.status for check in found] == fsdp
     assert all("reduce_dtype=torch.bfloat16" in check.text for check in found)
-
-
-def test_missing_triton_is_reported(monkeypatch):
-    def missing(name):
-        raise PackageNotFoundError(name)
-
-    monkeypatch.setattr(doctor, "version", missing)
-    assert "not installed" in next(check.text for check in doctor.versions() if check.name == "triton")
 
 
 FOR_GPUS = ["filelock", 'triton==3.7.1; platform_system == "Linux"', "nvidia-cudnn==9"]

@@ -70,15 +70,9 @@ def test_topk_hook_on_two_ranks_learns(tmp_path):
 
 
 @pytest.mark.slow
-def test_powersgd_simple_on_two_ranks_learns(tmp_path):
-    (output,) = outputs_of("powersgd_simple", tmp_path)
-    assert_learns(output)
-
-
-@pytest.mark.slow
-def test_quantization_simple_on_two_ranks_learns(tmp_path):
-    (output,) = outputs_of("quantization_simple", tmp_path)
-    assert_learns(output)
+def test_simple_hooks_on_two_ranks_learn(tmp_path):
+    for output in (*outputs_of("powersgd_simple", tmp_path), *outputs_of("quantization_simple", tmp_path)):
+        assert_learns(output)
 
 
 def test_compress_tensors_error_feedback_reduces_the_error_of_the_mean(tmp_path):

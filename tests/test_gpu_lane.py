@@ -68,20 +68,6 @@ def test_lane_starts_with_nothing_but_torch_and_triton(run_bare):
     assert "first, smoke, ranks, sanitize, bench" in printed
 
 
-@pytest.mark.slow
-def test_measurements_need_nothing_but_torch_and_triton(run_bare, tmp_path):
-    only = ("--only=copy", "--only=powersgd-r4, resnet50", "--only=memcheck: delayed scaling")
-    arguments = ("bench", "sanitize", "--output", str(tmp_path / "records.jsonl"), *only)
-    printed = run_bare(("torch", "triton"), "-m", "tests.support.rehearse", *arguments)
-    assert "rehearsal bench: 2 passed; REHEARSAL ON THE CPU" in printed
-    assert "rehearsal sanitize 1/1 skipped" in printed
-    assert all(line.startswith("rehearsal ") for line in printed.splitlines())
-    copy, hook, _ = records(tmp_path / "records.jsonl")
-    assert copy["measured"][0]["gb_per_s"] > 0
-    measured = [row["implementation"] for row in hook["measured"]]
-    assert measured == ["gradwire", "gradwire, cuda_graphs=True"], "PyTorch's hook needs numpy"
-
-
 def test_gpu_tests_are_collected_with_nothing_but_torch_triton_and_pytest(run_bare):
     options = ("-m", "gpu", "-p", "no:cacheprovider", "--collect-only", "tests")
     printed = run_bare(("torch", "triton", "pytest"), "-m", "pytest", *options)

@@ -93,15 +93,3 @@ def test_no_command_of_the_makefile_hides_behind_a_shell_that_keeps_sigterm():
     text = (ROOT / "Makefile").read_text()
     assert re.findall(r"^(?:TOOL := |\t@?)\w+=.*", text, re.MULTILINE) == []
     assert len(re.findall(r"^(?:TOOL := |\t)env \w+=", text, re.MULTILINE)) > 5
-
-
-@pytest.mark.slow
-def test_outcomes_of_a_copy(tmp_path):
-    copy = mutants.Copy(tmp_path)
-    tests = ("tests/distributed/hooks/test_nodes.py::test_nodes_have_equally_many_consecutive_ranks",)
-    caught = mutants.Mutant("another size", "comm/nodes.py", "return size if", "return 2 * size if", tests)
-    assert copy.outcome(caught) == mutants.CAUGHT
-    assert copy.test(tests, interpreter=False) == mutants.SURVIVED  # the edit is undone
-    assert copy.test(("tests/no_such_file.py",), interpreter=False).startswith(mutants.NO_TESTS_RAN)
-    (tmp_path / "tests" / "test_that_hangs.py").write_text("import time\ndef test(): time.sleep(100)")
-    assert copy.test(("tests/test_that_hangs.py",), interpreter=False, limit=5) == mutants.HUNG

@@ -37,23 +37,6 @@ def test_reduced_grid_covers_every_pair_in_half_the_cases(axes):
     assert abs(counts[2] - counts[3]) <= 1
 
 
-def test_world_sizes_take_turns():
-    cases = product_of(hook=["a", "b", "c", "d"], world=[2, 3])
-    kept = [case for index, case in enumerate(cases) if index not in surplus(cases)]
-    assert [(case["hook"], case["world"]) for case in kept] == [("a", 2), ("b", 3), ("c", 2), ("d", 3)]
-
-
-def test_world_size_alone_keeps_every_case():
-    assert surplus(product_of(world=[2, 3, 4])) == []
-
-
-@pytest.mark.parametrize(
-    "axes", [{"a": [0, False, 0.5, None, "0"]}, {"a": [0, False, 0.5], "b": [0, False, 0.5, None]}]
-)
-def test_ordinary_lane_of_one_or_two_axes_holds_every_case(axes):
-    assert surplus(product_of(**axes)) == []
-
-
 def test_grid_with_too_many_pairs_holds_every_value():
     cases = product_of(a=[0, False, 0.5, None, "0"], b=[1, 2, 3])
     kept = [case for index, case in enumerate(cases) if index not in surplus(cases)]

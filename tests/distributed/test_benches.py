@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradwire.bench import converge, demo, hooks, implementations, network, reducer
+from gradwire.bench import converge, demo, implementations, network, reducer
 from gradwire.bench.implementations import GRADWIRE, PYTORCH
 from gradwire.bench.network import LOOPBACK
 from gradwire.bench.tasks import TASKS, TRAINED_HOOKS, Digits, Training
@@ -80,15 +80,6 @@ def network_bench(defect, implementation):
     return message
 
 
-def hooks_bench(defect, implementation):
-    with (
-        mock.patch.dict(HOOKS, fp16=entry(defect, implementation)),
-        mock.patch.multiple(implementations, **SMALL),
-        mock.patch.object(hooks, "time_in_turn", None),  # the timed steps
-    ):
-        return refusal(lambda: hooks.measure_round("fp16", 1, CPU))
-
-
 def reducer_bench(defect, implementation):
     with mock.patch.dict(HOOKS, fp16=entry(defect, implementation)), mock.patch.object(reducer, "turns", None):
         return refusal(lambda: reducer.time_backwards("tiny-layers", 1, CPU))
@@ -130,7 +121,7 @@ def test_demo_refuses_a_training_that_went_wrong_on_one_rank(defect, message):
 @pytest.mark.parametrize(
     ("bench", "defect"),
     [
-        *((bench, defect) for bench in (network_bench, hooks_bench) for defect in DEFECTS),
+        *((network_bench, defect) for defect in DEFECTS),
         # This bench compares to a tolerance, because reducers' sums may differ in their last bits.
         *((reducer_bench, defect) for defect in ("keeps_local", "sums", "has_a_nan")),
         # This bench compares weights: the last bit of a gradient may not change them.

@@ -2,7 +2,6 @@
 
 import gc
 import os
-import signal
 import threading
 
 import pytest
@@ -68,39 +67,3 @@ def test_rank_without_an_answer_fails_the_case(worlds, case):
     if case is hang_on_rank_1:
         assert "in hang_on_rank_1" in str(failure.value)
     assert world.run(sum_of_ranks, offset=0) == [1, 1]
-
-
-def one_rank_ends_each_way(ways):
-    ways[int(os.environ["RANK"])]()
-
-
-def raise_error():
-    raise ValueError("the reason")
-
-
-def exit_early():
-    os._exit(3)
-
-
-def end_by_signal():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def hang():
-    print("about to hang", flush=True)
-    threading.Event().wait()
-
-
-def test_fresh_case_reports_how_each_rank_ended_and_leaves_the_pool_alone(worlds):
-    world = worlds(3)
-    before = world.run(process_id)
-    raised, exited, hung = world.run_fresh(one_rank_ends_each_way, ways=[raise_error, exit_early, hang], limit=3)
-    assert (raised.how, raised.error, raised.message) == ("raised", "ValueError", "the reason")
-    assert "in raise_error" in raised.output
-    assert (exited.how, exited.exit_code) == ("exited", 3)
-    assert hung.how == "killed"
-    assert "about to hang" in hung.output
-    assert "in hang" in hung.output
-    signaled, *_ = world.run_fresh(one_rank_ends_each_way, ways=[end_by_signal, raise_error, exit_early])
-    assert (signaled.how, signaled.exit_code) == ("exited", -signal.SIGKILL)
-    assert world.run(process_id) == before

@@ -15,7 +15,6 @@ from tests.support.ranks import from_all_ranks, on_ranks
 from tests.support.training import error_of
 
 SETTINGS = {"seams": list(SEAMS), "rates": [LOOPBACK.name], "steps": 1, "training_steps": 4, "hosts": 2}
-ALL = [(seam, method) for seam, methods in SEAMS.items() for method in methods]
 
 
 def on_two_nodes():
@@ -24,17 +23,6 @@ def on_two_nodes():
     small = mock.patch.multiple(Bytes, layers=1, width=64)
     environment = mock.patch.dict(os.environ, GROUP_RANK=str(node), LOCAL_RANK=str(local), LOCAL_WORLD_SIZE="2")
     return small, environment
-
-
-@pytest.mark.slow
-@on_ranks(4)
-def test_every_method_is_checked_and_timed_on_every_seam():
-    small, environment = on_two_nodes()
-    with small, environment:
-        records = nodes.main(SETTINGS, torch.device("cpu"))
-    assert [(record["seam"], record["method"]) for record in records] == ALL
-    assert {record.metric for record in records} == {Metric.STEP_MS}
-    assert all(record.ranks == 4 and record.p50 > 0 for record in records)
 
 
 @on_ranks(4)

@@ -209,19 +209,6 @@ def test_gradwires_class_and_later_wrappers_are_left_alone(world_of_one):
     assert made[0]._state is None, "its error memory is freed with the model"
 
 
-@on_ranks(2)
-def test_built_in_hook_of_the_script_wins():
-    with run.compressed("int4") as made:
-        ddp = DistributedDataParallel(build("mlp"))
-        with pytest.warns(run.HookReplacedWarning, match="registers fp16_compress_hook on its Mlp"):
-            ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
-        own = train_steps(ddp, 3)
-    plain = DistributedDataParallel(build("mlp"))
-    plain.register_comm_hook(None, torch_hooks.fp16_compress_hook)
-    assert_same_bits(own, train_steps(plain, 3))
-    assert "not used" in run.report(made)
-
-
 def train_sharded(mesh_shape, compress=lambda model: None, steps=24):
     """Gradients of the last step of a model sharded over a mesh of ``mesh_shape``, and of its replicas."""
     torch.manual_seed(0)
@@ -266,43 +253,12 @@ def test_unchanged_loop_of_hsdp_has_the_bits_of_attach():
 
 
 @on_ranks(2)
-def test_attachment_of_the_script_wins():
-    def compress(model):
-        return gradwire.attach(model, within="fp16")
-
-    with run.compressed("int4") as made:
-        own = train_sharded((2,), compress, steps=2)
-    assert_same_bits(own, train_sharded((2,), compress, steps=2))
-    assert "not used" in run.report(made)
-
-
-@on_ranks(2)
 def test_hook_that_fsdp_cannot_use_raises_with_the_choices():
     with (
         run.compressed("powersgd-r4"),
         pytest.raises(ValueError, match=r"--hook powersgd-r4 .* one of bf16, fp16, int8"),
     ):
         train_sharded((2,))
-
-
-@on_ranks(2)
-def test_report_says_that_measure_has_no_effect_on_fsdp():
-    with run.compressed("bf16", measure=100) as made:
-        train_sharded((2,), steps=3)
-    assert "--measure has no effect: it compares steps of DDP" in run.report(made)
-
-
-@on_ranks(2)
-def test_report_of_a_short_script_says_what_did_not_happen():
-    with run.compressed("int4", start=10, measure=100) as made:
-        ddp = DistributedDataParallel(build("mlp"))
-        train_steps(ddp, 10)
-        assert "nothing was compressed: that begins after 10 steps" in run.report(made)
-    with run.compressed("int4", measure=100) as made:
-        ddp = DistributedDataParallel(build("mlp"))
-        train_steps(ddp, 40)
-        needed = 2 + run.WARM_UP + 100 + 1
-        assert f"measured             nothing: --measure needs {needed} steps here" in run.report(made)
 
 
 @on_ranks(2)
@@ -352,11 +308,6 @@ def test_stretches_alternate_without_telemetry_and_give_an_interval():
     assert (own, other, gain) == ("7", "3", "2.33")
     assert float(low) <= float(gain) <= float(high)
     assert float(own) / float(other) == pytest.approx(float(gain), rel=0.02)
-
-
-@pytest.mark.parametrize(("freedom", "expected"), [(4, 2.776), (9, 2.262), (30, 2.042)])
-def test_quantiles_are_students(freedom, expected):
-    assert run.t_quantile(freedom) == pytest.approx(expected, rel=0.01)
 
 
 def stretches_of(gains):
@@ -449,19 +400,6 @@ def test_script_runs_as_main_with_its_arguments_and_a_report(tmp_path, command, 
     assert re.search(r"error / gradient +\S+ at first", errors)
 
 
-@pytest.mark.slow  # half a minute; the probe has tests of its own
-def test_advise_prints_the_advice_for_the_script_and_ends_it(tmp_path):
-    path = tmp_path / "train.py"
-    path.write_text(SCRIPT)
-    torchrun = ("-m", "gradwire.cli", "run", "--standalone", "--nproc-per-node", "2", "--advise")
-    status, output, errors = call(*torchrun, str(path), "0.1")
-    assert status == 0, errors
-    assert "Model:    16.6 kB of gradients in 1 bucket" in output
-    assert "2 ranks on 1 node" in output
-    assert output.count("no hook") >= 1 and ("Do not compress" in output or "Use " in output)
-    assert "__main__" not in output, "the script has not reached its end"
-
-
 def advice_of(ddp_probe):
     """Exit status and output of the advice for a probe, with few measurements of two hooks."""
     few = {"HOOKS": {name: HOOKS[name] for name in ("none", "bf16", "noop")}}
@@ -515,12 +453,6 @@ def test_advise_ends_every_rank_if_a_model_cannot_be_measured():
     assert [call.args for call in printed.mock_calls] == [("gradwire run: On rank 1: no gradient",)] * (
         dist.get_rank() == 0
     )
-
-
-def test_advise_of_one_rank_says_that_nothing_is_exchanged(world_of_one, capsys):
-    end, _ = advice_of(mock.Mock(device=torch.device("cpu")))
-    assert end.code == 1
-    assert "gradwire run: The world size is 1, so there is nothing to exchange." in capsys.readouterr().err
 
 
 @on_ranks(2)
@@ -587,25 +519,6 @@ def test_probe_counts_times_of_buckets_from_the_begin_of_the_backward(world_of_o
     assert cost.ready == pytest.approx((1, 1, 21, 21))
     assert cost.backward == pytest.approx(21)
     assert cost.optimizer == pytest.approx(3)
-
-
-@on_ranks(2)
-def test_probe_of_a_script_measures_its_steps_and_buckets():
-    probes = []
-    ddp = DistributedDataParallel(build("mlp"), bucket_cap_mb=SMALL)
-    probe = probed(ddp, probes.append)
-    train_steps(ddp, STEPS)
-    assert probes == []
-    train_steps(ddp, 1)
-    assert probes == [probe]
-    cost, buckets = probe.model(Overlap.NOTHING)
-    names = [name for spec in buckets.specs for name in spec.names]
-    assert sorted(names) == sorted(name for name, _ in ddp.module.named_parameters())
-    assert [spec.is_last for spec in buckets.specs] == [False] * (len(buckets.specs) - 1) + [True]
-    assert cost.gradient_bytes == sum(parameter.nbytes for parameter in ddp.parameters())
-    assert 0 < cost.ready[0] <= cost.ready[-1] <= cost.backward
-    assert cost.forward > 0 and cost.optimizer > 0
-    assert len(cost.ready) == len(buckets.specs) > 1
 
 
 @on_ranks(2)
@@ -680,9 +593,3 @@ def test_options_after_the_script_are_refused_by_the_launcher(capsys):
     with pytest.raises(SystemExit, match="2"):
         run.launch(["--nproc-per-node", "2", "train.py", "--hook", "int4"])
     assert "stand before the script's name: gradwire run --hook int4 train.py" in capsys.readouterr().err
-
-
-def test_program_that_is_no_script_is_refused(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        run.launch(["--no-python", "--hook", "int4", "train"])
-    assert "gradwire run needs a script" in capsys.readouterr().err

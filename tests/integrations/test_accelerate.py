@@ -6,7 +6,6 @@ pytest.importorskip("accelerate", reason="needs the extra 'accelerate': make tes
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 
 from gradwire import integrations
@@ -64,18 +63,6 @@ def train_and_resume(hook, wrapper, folder):
 def test_accelerate_run_equals_plain_run_and_resumes_like_it(run_on_two_ranks, tmp_path, hook, wrapper):
     for runs in run_on_two_ranks(train_and_resume, hook=hook, wrapper=wrapper, folder=str(tmp_path)):
         task.assert_equals_plain_run_and_resumes(hook, *runs)
-
-
-def train_with_hook_in_kwargs():
-    task.launched_by_torchrun()
-    _, hook = task.HOOKS["powersgd"]()
-    accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(comm_hook=hook)])
-    return len(accelerator.prepare(task.new_net())._comm_hooks)
-
-
-def test_hook_in_accelerates_ddp_kwargs_is_not_registered(run_on_two_ranks):
-    """The reason for `gradwire.integrations.attach`, stated in docs/trainers.md."""
-    assert run_on_two_ranks(train_with_hook_in_kwargs) == [0, 0]
 
 
 def error_of(action, *arguments):

@@ -10,7 +10,6 @@ pytest.importorskip("lightning", reason="needs the extra 'lightning': make test-
 import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.strategies import DDPStrategy
 
 from gradwire.hooks.default_hooks import fp16_compress_wrapper
 from gradwire.integrations import HookNotUsedWarning
@@ -74,18 +73,6 @@ def test_lightning_run_equals_plain_run_and_resumes_like_it(run_on_two_ranks, tm
         assert any("holds no state of a communication hook" in message for message in messages)
 
 
-def train_with_lightnings_strategy():
-    rank = task.launched_by_torchrun()
-    state, hook = task.HOOKS["powersgd"]()
-    fit(rank, DDPStrategy(ddp_comm_state=state, ddp_comm_hook=hook))
-    return state.iter
-
-
-def test_lightnings_own_strategy_registers_no_hook_on_cpu(run_on_two_ranks):
-    """The reason for `GradwireStrategy`, stated in docs/trainers.md."""
-    assert run_on_two_ranks(train_with_lightnings_strategy) == [0, 0]
-
-
 def train_with_wrapped_hook_and_options():
     rank = task.launched_by_torchrun()
     state, hook = task.HOOKS["powersgd"]()
@@ -129,8 +116,3 @@ def test_one_device_warns_once_that_the_hook_saves_nothing(run_on_two_ranks):
     for messages in run_on_two_ranks(warnings_on_one_device):
         (message,) = messages
         assert message.startswith("powerSGD_hook saves nothing: there is a single process")
-
-
-def test_strategy_without_hook_needs_no_state():
-    strategy = GradwireStrategy(find_unused_parameters=True)
-    assert strategy._ddp_kwargs == {"find_unused_parameters": True}

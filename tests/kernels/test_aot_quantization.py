@@ -118,11 +118,7 @@ def check(launch, target):
             assert (binary.loaded, binary.stored) == (wide(launch.errors),) * 2, (kernel, binary)
 
 
-USUAL = [
-    Launch("int4"),
-    Launch("int8", BF16, BF16),
-    Launch("int2", errors=None),
-]
+USUAL = [Launch("int4"), Launch("int8", BF16, BF16), Launch("int2", errors=None)]
 
 
 EVERY = [

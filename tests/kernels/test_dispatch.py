@@ -36,14 +36,6 @@ def test_gpu_tensors_use_triton_unless_torch_is_chosen(choose):
     assert not use_triton(CUDA)
 
 
-def test_choice_torch_works_on_cpu(choose):
-    choose("torch")
-    assert not use_triton(CPU)
-    out = torch.empty(2, dtype=torch.float16)
-    flatten([torch.tensor([1.0, 2.0])], out, scale=2.0)
-    assert out.tolist() == [2.0, 4.0]
-
-
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter takes CPU tensors")
 def test_choice_triton_on_cpu_raises_with_remedy(choose):
     choose("triton")

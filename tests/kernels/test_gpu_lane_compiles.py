@@ -9,15 +9,13 @@ from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from gradwire.bench.gpu import hook_checks, kernel_checks, timings
+from gradwire.bench.gpu import kernel_checks, timings
 from gradwire.bench.gpu.compare import Skipped
 from gradwire.bench.implementations import GRADWIRE
 from gradwire.bench.kernel_cases import CASES
 from gradwire.bench.shapes import rotation
-from tests.kernels.ahead_of_time import compile_launch, intermediate, recorded_launches, variant
-from tests.support.rehearsal import gpu_on_cpu, register_backend
+from tests.kernels.ahead_of_time import intermediate, recorded_launches, variant
 
 TARGET = "sm_90"
 CHECKS = ("same", "within", "require", "assert_same", "assert_equal_on_all_ranks")
@@ -69,33 +67,3 @@ def test_kernels_of_gpu_lane_pass_front_end_of_triton(case, checked=set()):  # n
     launches = KERNELS[case]()
     assert launches, "the case launches no kernel"
     check_variants(launches, intermediate, checked)
-
-
-def check_compiled(launch, target):
-    assert compile_launch(launch, target).shared <= 1 << 16, "more shared memory than every target has"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", KERNELS)
-def test_kernels_of_gpu_lane_compile(case, checked=set()):  # noqa: B006
-    check_variants(KERNELS[case](), check_compiled, checked)
-
-
-@pytest.fixture(scope="module")
-def one_rank():
-    """A process group of one rank, whose hooks take the code path of a GPU."""
-    with gpu_on_cpu():
-        dist.init_process_group(register_backend(), store=dist.HashStore(), rank=0, world_size=1)
-        yield
-        dist.destroy_process_group()
-
-
-# torch.compile cannot trace the double of a GPU; the kernels are those of the other cases.
-TRACED = "compiled model has the gradients of the model"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", [case for case in hook_checks.HOOK_CHECKS if case != TRACED])
-def test_kernels_of_hooks_of_gpu_lane_compile(case, one_rank, checked=set()):  # noqa: B006
-    launches = of_case(hook_checks.HOOK_CHECKS[case])
-    check_variants(launches, check_compiled, checked)

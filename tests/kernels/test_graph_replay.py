@@ -19,10 +19,13 @@ from gradwire.compress import (
     Step,
     WirePolicy,
     alternating_all_reduce,
+    powersgd,
     powersgd_all_reduce,
     quantized_all_reduce,
 )
+from gradwire.compress.policy import MatrixShape
 from gradwire.kernels import WIRE_FORMATS
+from tests.kernels.exact import assert_same_bits
 from tests.support.graph_on_cpu import graphs_on_cpu
 
 SHAPES = [(24, 40), (24,), (33, 18), (7,)]
@@ -119,3 +122,40 @@ def test_refresh_uploads_the_addresses_of_the_step():
     bucket.refresh(source, target, 1)
     assert len(seen[0]) == 9
     assert seen[0] == bucket.table._uploaded.numbers
+
+
+# --- the number of the step, in device memory
+
+
+def factors_after(kind, iterations):
+    """The factors after steps with these numbers, of a gradient of zeros, whose columns are all drawn anew."""
+    gradient, shapes = [torch.zeros(8, 12)], [MatrixShape(1, 8, 12, 2)]
+    bucket = LowRankBucket(gradient, shapes, names=["a"], iteration=10, alternating=kind == "alternating")
+    transport, workspace = LocalTransport(), Workspace(torch.device("cpu"))
+    for i in iterations:
+        step = Step.of(bucket, gradient, gradient, i, transport, workspace)
+        if kind == "alternating":
+            algorithm = alternating_all_reduce(step)
+        else:
+            warm_start = kind == "warm"
+            algorithm = powersgd_all_reduce(step, warm_start=warm_start)
+        run_algorithm(algorithm, transport)
+    return bucket.q, bucket.counter.item()
+
+
+@pytest.mark.parametrize("kind", ["warm", "cold", "alternating"])
+def test_captured_step_continues_from_previous_step(kind, monkeypatch):
+    eager, after = factors_after(kind, [10, 11, 12])
+    assert after == 13
+    monkeypatch.setattr(powersgd, "is_capturing", lambda _: True)
+    # A replay does again what the capture did, with its number; of an alternating step there is a graph for each side.
+    captured, after = factors_after(kind, [10, 11, 10] if kind == "alternating" else [10, 10, 10])
+    assert after == 13
+    assert_same_bits(captured, eager, "the factors of the next step")
+
+
+def test_eager_step_uses_the_hosts_number():
+    first, _ = factors_after("warm", [10, 11, 500])
+    second, step = factors_after("warm", [500])
+    assert step == 501
+    assert_same_bits(first, second, "the random columns of step 501")

@@ -30,22 +30,6 @@ def test_interpreter_casts_from_fp32_round_to_nearest_even(target):
     assert_same_bits(out, round_to(as_float64(source), target), "cast")
 
 
-@pytest.mark.parametrize(
-    "target, value, expected",
-    [
-        (torch.float16, 1 + 2.0**-11 + 2.0**-40, 1 + 2.0**-10),
-        (torch.bfloat16, 1 + 2.0**-8 + 2.0**-40, 1 + 2.0**-7),
-        (torch.bfloat16, -1 - 2.0**-8 + 2.0**-40, -1.0),
-        (torch.bfloat16, 1e300, float("inf")),
-        (torch.bfloat16, 2.0**-1074, 0.0),
-    ],
-)
-def test_interpreter_casts_from_fp64_round_once(target, value, expected):
-    out = torch.full((1,), torch.nan, dtype=target)
-    _cast_kernel[(1,)](torch.tensor([value], dtype=torch.float64), out, N=1)
-    assert out.item() == expected
-
-
 @triton.jit
 def _copy_kernel(addresses_ptr, out_ptr, first, N: tl.constexpr):
     source_ptr = tl.load(addresses_ptr).to(tl.pointer_type(tl.float32))
@@ -91,22 +75,6 @@ class Shifted:
 
     def __getattr__(self, attribute):
         return getattr(self.tensor, attribute)
-
-
-@triton.jit
-def _address_kernel(base, start_ptr, out_ptr, INDEX: tl.constexpr):
-    # As the kernels address an element, but for INDEX, which is int64 there.
-    start = tl.load(start_ptr).to(INDEX)
-    pointer = base.to(tl.pointer_type(tl.float32)) + start
-    tl.store(out_ptr, pointer.to(tl.int64))
-
-
-@pytest.mark.parametrize("index, is_right", [(tl.int64, True), (tl.int32, False)], ids=["int64", "int32"])
-def test_address_probe_tells_64_bit_indices_from_32_bit_indices(index, is_right):
-    base, start = 2**46, 2**31 + 5
-    out = torch.zeros(1, dtype=torch.int64)
-    _address_kernel[(1,)](base, torch.tensor([start]), out, INDEX=index)
-    assert (out.item() == base + 4 * start) == is_right
 
 
 START = 2**31 + 3  # first element of the segment that the two chunks below are about

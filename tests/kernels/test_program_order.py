@@ -268,33 +268,3 @@ def test_programs_in_random_order_give_the_same_bits(kernel, seed):
         assert_equal(run, expected, kernel)
     if kernel != "update_scale":
         assert any(order != sorted(order) for order in orders), "no launch had programs to shuffle"
-
-
-if INTERPRETED:
-    triton = pytest.importorskip("triton")
-    tl = pytest.importorskip("triton.language")
-
-    @triton.jit
-    def _chain_kernel(out_ptr):
-        """Wrong: each program reads what the one before it writes."""
-        i = tl.program_id(0)
-        tl.store(out_ptr + i + 1, tl.load(out_ptr + i) + 1)
-
-    @triton.jit
-    def _count_kernel(out_ptr):
-        tl.atomic_add(out_ptr + tl.program_id(0), 1)
-
-
-def test_shuffling_finds_a_kernel_that_depends_on_the_order():
-    out = torch.zeros(9, dtype=torch.int32)
-    with shuffled(0):
-        _chain_kernel[(8,)](out)
-    assert out.tolist() != list(range(9))
-
-
-def test_every_program_runs_once_in_each_repetition():
-    out = torch.zeros(8, dtype=torch.int32)
-    with shuffled(0, repeats=3) as orders:
-        _count_kernel[(8,)](out)
-    assert out.tolist() == [3] * 8
-    assert [sorted(order) for order in orders] == [list(range(8))] * 3

@@ -195,8 +195,7 @@ def test_incomplete_or_wrong_options_are_refused(arguments, message):
 
 
 @pytest.mark.parametrize(
-    "option",
-    [("--bandwidth", "100mbit"), ("--world-size", "8"), ("--latency", "50"), ("--ranks-per-node", "2")],
+    "option", [("--bandwidth", "100mbit"), ("--world-size", "8"), ("--latency", "50"), ("--ranks-per-node", "2")]
 )
 def test_given_network_under_torchrun_is_refused_by_rank_0(monkeypatch, option):
     monkeypatch.setenv("RANK", "0")
@@ -205,10 +204,3 @@ def test_given_network_under_torchrun_is_refused_by_rank_0(monkeypatch, option):
     assert f"Invalid value for {option[0]}: under torchrun the network is measured. Leave {option[0]} out" in message
     monkeypatch.setenv("RANK", "1")
     assert refusal("tiny-layers", *option) == ""
-
-
-def test_unknown_job_is_refused_with_the_contract(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    message = refusal("no_such_module:job", "--bandwidth", "100mbit", "--world-size", "2", status=1)
-    assert "There is no module 'no_such_module'" in message
-    assert not torch.distributed.is_initialized()

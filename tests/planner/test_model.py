@@ -78,17 +78,6 @@ def test_step_on_faster_link_is_not_longer(case, one, other):
     assert step_seconds(model, hook, link.at(fast)) <= step_seconds(model, hook, link.at(slow)) * (1 + 1e-9)
 
 
-@given(cases(), st.floats(0, 1), st.integers(0, 4))
-@settings(deadline=None)
-def test_step_with_more_computation_is_not_shorter(case, more, index):
-    model, hook, link = case
-    at = index % len(hook.buckets)
-    bucket = hook.buckets[at]
-    slower = bucket._replace(compute=(bucket.compute[0] + more, *bucket.compute[1:]))
-    changed = HookCost(name=hook.name, buckets=(*hook.buckets[:at], slower, *hook.buckets[at + 1 :]), memory_bytes=0)
-    assert step_seconds(model, changed, link) >= step_seconds(model, hook, link) * (1 - 1e-9)
-
-
 @given(cases())
 @settings(deadline=None)
 def test_step_is_never_shorter_than_its_computation_and_its_messages(case):
@@ -96,33 +85,6 @@ def test_step_is_never_shorter_than_its_computation_and_its_messages(case):
     step = step_seconds(model, hook, link) * (1 + 1e-9)
     assert step >= model.forward + model.backward
     assert step >= sum(link.busy(message) for bucket in hook.buckets for message in bucket.messages)
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "per_byte", "expected"),
-    [
-        (1, 1e-12, 5.0),  # computation only
-        (2, 1.0, 5.0 + 2.0),  # the link keeps up, and the last bucket is exposed
-        (100, 1.0, 1.0 + 2.0 + 200.0),  # the link is busy from the first launch to the end
-    ],
-)
-def test_plain_hook_costs_messages_the_backward_does_not_hide(nbytes, per_byte, expected):
-    model = two_buckets()
-    assert step_seconds(model, plain(model, nbytes), fast_link(per_byte=per_byte)) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    ("overlap", "expected"),
-    [
-        (Overlap.EVERYTHING, 5.0 + 2.0 + 0.5),  # encode, message and decode of the last bucket
-        (Overlap.MESSAGES, 5.0 + 4.0 + 0.5),  # computations of both buckets, and the last message
-        (Overlap.NOTHING, 5.0 + 4.0 + 1.0),
-    ],
-)
-def test_work_without_overlap_adds_to_the_step(overlap, expected):
-    bucket = BucketCost(0.0, (1.0, 1.0), (Message(KINDS[0], 1),), 0.0)
-    hook = HookCost(name="a", buckets=(bucket,) * 2, memory_bytes=0)
-    assert step_seconds(two_buckets(overlap), hook, fast_link(latency=0.5)) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -217,15 +179,3 @@ def test_hook_that_sends_half_and_computes_pays_below_a_bandwidth():
     for factor, pays in ((0.5, True), (2.0, False)):
         there = link.at(at * factor)
         assert (step_seconds(model, half, there) < step_seconds(model, plain(model, 100), there)) is pays
-
-
-def test_hook_that_saves_nothing_never_pays():
-    model = two_buckets()
-    assert break_even(model, plain(model, 100, launch=0.1), plain(model, 100), fast_link(per_byte=1.0)) is None
-    for link in (fast_link(), fast_link(latency=0.1, per_byte=1.0)):
-        assert break_even(model, plain(model, 100), plain(model, 100), link) is None
-
-
-def test_hook_that_only_saves_computation_always_pays():
-    model = two_buckets()
-    assert break_even(model, plain(model, 100), plain(model, 100, launch=0.1), fast_link()) == math.inf

@@ -1,4 +1,4 @@
-"""PowerSGD from its paper, for one matrix, with all ranks in one process: what the tests of the hook compare with.
+"""PowerSGD from its paper, for one matrix, with all ranks in one process, in fp64.
 
 Source: Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization",
 NeurIPS 2019. No code of the product, except for the random numbers that it starts with.
@@ -27,80 +27,30 @@ def gram_schmidt(p):
     return p
 
 
-class PowerSGD:
-    """Rank-r PowerSGD (algorithm 1) with error feedback (algorithm 2) for a matrix of n x m on every rank.
+def powersgd(steps, first, drawn, feedback=True, warm_start=True, alternating=False):
+    """The decompressed means of algorithms 1 and 2, or of ACP-SGD (ICDCS 2023, algorithm 2) if ``alternating``.
 
     Args:
-        q: the first Q, m x r.
-        world_size: number of ranks.
-        dtype: dtype of all arithmetic.
-        feedback: whether there is an error memory.
-
-    Attributes:
-        errors: the error memory of each rank.
+        steps: for each step, an n x m gradient in fp64 for each rank.
+        first: number of the first step.
+        drawn: function of a step's number that returns a random Q, m x r.
     """
-
-    def __init__(self, q, world_size, dtype=torch.float64, feedback=True):
-        self.q = q.to(dtype)
-        self.p = None
-        self.dtype = dtype
-        self.feedback = feedback
-        self.errors = [torch.zeros((), dtype=dtype)] * world_size
-
-    def step(self, gradients):
-        """The decompressed mean of one n x m gradient a rank."""
-        corrected = self._corrected(gradients)
-        self.p = gram_schmidt(self._mean(m @ self.q for m in corrected))
-        self.q = self._mean(m.t() @ self.p for m in corrected)
-        return self._decompressed(corrected)
-
-    def alternating_step(self, gradients, on_p):
-        """A step that sends one side: P in even steps, Q in odd ones (ACP-SGD, ICDCS 2023, algorithm 2)."""
-        corrected = self._corrected(gradients)
-        if on_p:
-            self.q = gram_schmidt(self.q)
-            self.p = self._mean(m @ self.q for m in corrected)
+    q, p, errors, results = drawn(first).double(), None, [0.0] * len(steps[0]), []
+    for number, gradients in enumerate(steps, first):
+        corrected = [gradient + error for gradient, error in zip(gradients, errors, strict=True)]
+        mean = sum(corrected) / len(corrected)
+        if not warm_start:
+            q = drawn(number).double()
+        if not alternating:
+            p = gram_schmidt(mean @ q)
+            q = mean.t() @ p
+        elif number % 2 == 0:
+            q = gram_schmidt(q)
+            p = mean @ q
         else:
-            self.p = gram_schmidt(self.p)
-            self.q = self._mean(m.t() @ self.p for m in corrected)
-        return self._decompressed(corrected)
-
-    def _corrected(self, gradients):
-        return [g.to(self.dtype) + e for g, e in zip(gradients, self.errors, strict=True)]
-
-    def _mean(self, products):
-        return sum(products) / len(self.errors)
-
-    def _decompressed(self, corrected):
-        out = self.p @ self.q.t()
-        if self.feedback:
-            self.errors = [m - out for m in corrected]
-        return out
-
-
-def one_step_bound(corrected, q, wire=0.0):
-    """How far one step in fp32 may be from `PowerSGD.step` in fp64, in the Frobenius norm, to first order.
-
-    With u = 2^-24, sums of m, of n and of world_size terms round by m u, n u and world_size u of the sum of magnitudes,
-    and Householder's QR by n u of each column. So column c of P is off by (m + n + world_size + 4) u |M|, where |M| is
-    the mean norm over the ranks. Its span turns by no more than that over the smallest singular value of P, whose
-    columns may be scaled at will; and the result, which is the projection of the mean of M, by as much of its norm.
-    The products with the basis add (n + r + world_size + 4) u |M| sqrt(r).
-
-    Args:
-        corrected: G + E of each rank, fp64.
-        q: the step's Q.
-        wire: half a unit in the last place of the factors on the wire, where they are narrower than fp32: each rank's
-            part and each sum is rounded to it.
-    """
-    world_size, (n, m), r = len(corrected), corrected[0].shape, q.shape[1]
-    q = q / q.norm(dim=0)
-    mean, size = sum(corrected) / world_size, sum(matrix.norm() for matrix in corrected) / world_size
-    p = mean @ q
-    parts_of_p = sum((matrix @ q).norm(dim=0) for matrix in corrected) / world_size
-    off = (m + n + world_size + 4) * 2.0**-24 * size + world_size * wire * parts_of_p
-    lengths = p.norm(dim=0)
-    turned = (off / lengths).norm() / torch.linalg.svdvals(p / lengths)[-1]
-    basis = gram_schmidt(p)
-    parts_of_q = sum((matrix.t() @ basis).norm() for matrix in corrected) / world_size
-    return turned * mean.norm() + (n + r + world_size + 4) * 2.0**-24 * r**0.5 * size + world_size * wire * parts_of_q
+            p = gram_schmidt(p)
+            q = mean.t() @ p
+        results.append(p @ q.t())
+        if feedback:
+            errors = [matrix - results[-1] for matrix in corrected]
+    return results

@@ -14,13 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_h
 
 import gradwire
 from gradwire.comm import connections_of
-from gradwire.hooks import (
-    debugging_hooks,
-    default_hooks,
-    powerSGD_hook,
-    quantization_hooks,
-    scaled_cast_hooks,
-)
+from gradwire.hooks import debugging_hooks, default_hooks, powerSGD_hook, quantization_hooks, scaled_cast_hooks
 from gradwire.planner import hook_registry
 from gradwire.testing._cases import plainly_named
 from tests.support.zoo import MODELS
@@ -64,10 +58,7 @@ HOOKS = {
     "allreduce": lambda group: (group, default_hooks.allreduce_hook),
     "fp16": lambda group: (group, default_hooks.fp16_compress_hook),
     "bf16": lambda group: (group, default_hooks.bf16_compress_hook),
-    "bf16_in_fp32": lambda group: (
-        default_hooks.CastState(group, accumulate="fp32"),
-        default_hooks.bf16_compress_hook,
-    ),
+    "bf16_in_fp32": lambda group: (default_hooks.CastState(group, accumulate="fp32"), default_hooks.bf16_compress_hook),
     "fp16_of_allreduce": lambda group: (group, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)),
     "bf16_of_allreduce": lambda group: (group, default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook)),
     "fp16_of_pytorch": lambda group: (group, default_hooks.fp16_compress_wrapper(torch_hooks.allreduce_hook)),
@@ -226,17 +217,7 @@ class Record:
 
 
 def train(
-    wrapper,
-    model,
-    *,
-    hook=None,
-    steps=3,
-    set_to_none=True,
-    accumulate=1,
-    group=None,
-    prepare=None,
-    seed=0,
-    **options,
+    wrapper, model, *, hook=None, steps=3, set_to_none=True, accumulate=1, group=None, prepare=None, seed=0, **options
 ):
     """Train a model (a name of the zoo, or a module) on this rank's own batches; returns a `Record`.
 

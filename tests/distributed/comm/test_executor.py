@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.comm import connections
-from gradwire.comm.connections import Connections, executor_for
+from gradwire.comm.connections import executor_for
 from gradwire.comm.executor import MAX_TASKS_IN_FLIGHT
 from tests.support.ranks import from_all_ranks, on_ranks
 from tests.support.training import error_of
@@ -124,19 +124,6 @@ def test_task_failure_on_one_rank_raises_on_all_others(exchange, at):
         assert error is not None or future.wait() == dist.get_world_size() ** 2
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
-@on_ranks(2, 3)
-def test_collective_raises_when_a_peer_is_lost(exchange):
-    # The peers close their executors without a notice.
-    worker = new_executor()
-    dist.barrier()  # a peer that closes while this rank still connects would fail the constructor instead
-    if dist.get_rank() != 0:
-        worker.close(60)
-        return
-    task = worker.submit(lambda _: EXCHANGES[exchange](worker.transport, lambda stage: None))
-    assert error_of(task.wait)[0] == "RuntimeError"
-
-
 @on_ranks(2, 3)
 def test_peer_lost_between_shots_raises_and_closes_the_groups():
     others, worker = set(threading.enumerate()), new_executor()
@@ -156,46 +143,6 @@ def test_peer_lost_between_shots_raises_and_closes_the_groups():
     for thread in set(threading.enumerate()) - others:  # the worker, and the one in which the groups close
         thread.join(60)
     assert [group() for group in groups] == [None, None]
-
-
-@on_ranks(2, 3)
-def test_dropped_executor_completes_its_futures():
-    store = signals()
-    worker = Connections(dist.new_group()).executor(CPU)
-    transport, value = worker.transport, torch.ones(3)
-
-    async def task(_):
-        await transport.all_reduce(value)
-        return value[0].item()
-
-    if dist.get_rank() != 0:
-        store.wait(["dropped"], LIMIT)
-    future = worker.submit(task)
-    if dist.get_rank() == 0:
-        del worker
-        store.set("dropped", "")
-    assert future.wait() == dist.get_world_size()
-
-
-@pytest.mark.parametrize("counts", [(3, 1, 2), (0, 4, 0, 1, 1), (1, 2) * 10])
-@on_ranks(2, 3)
-def test_tasks_with_different_numbers_of_collectives_run_concurrently(counts):
-    # Each collective adds to what the one before gave.
-    worker, size = executor_for(None, CPU), dist.get_world_size()
-
-    async def task(value, count):
-        for _ in range(count):
-            await worker.transport.all_reduce(value)
-            value += 1
-        return value.item()
-
-    values = [torch.tensor(float(k)) for k in range(len(counts))]
-    futures = [worker.submit(lambda _, v=v, n=n: task(v, n)) for v, n in zip(values, counts, strict=True)]
-    for k, (future, count) in enumerate(zip(futures, counts, strict=True)):
-        expected = k
-        for _ in range(count):
-            expected = expected * size + 1
-        assert future.wait() == expected
 
 
 @on_ranks(2, 3)

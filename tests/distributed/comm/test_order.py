@@ -125,28 +125,6 @@ def test_collectives_of_buckets_keep_their_order_under_delays(exchange, wrapper)
     assert kinds == ([{"AllToAll"}, {"AllToAll", "AllGather"}] if exchange == "shots" else [{"AllReduce"}] * 2)
 
 
-@pytest.mark.parametrize(("second", "is_one_backward"), [("pytorch", False), ("gradwire", True)])
-@on_ranks(2, 3)
-def test_two_models_share_one_executor(second, is_one_backward):
-    rank = dist.get_rank()
-    models = [Straggler(*SHAPES, draw=random.Random(rank)) for _ in range(2)]
-    ddps = [WRAPPERS[name](model) for name, model in zip(("gradwire", second), models, strict=True)]
-    for model, ddp in zip(models, ddps, strict=True):
-        register(ddp, (None, sums_and_squares(random.Random(rank))))
-        model.is_late = not is_one_backward
-    for step in range(6):
-        losses = []
-        for ddp in ddps:
-            ddp.zero_grad()
-            losses.append(ddp(*inputs(rank, step)))
-            if not is_one_backward:
-                losses.pop().backward()
-        if is_one_backward:
-            sum(losses).backward()
-        for model in models:
-            assert_same_bits([weight.grad for weight in model.weights], expected(step))
-
-
 LONG = 200  # steps
 MATRICES = [(9, 7), (3,), (8, 2, 3), (5, 6), (), (7, 7), (12, 11)]  # what low rank is worth the trouble for, and rest
 

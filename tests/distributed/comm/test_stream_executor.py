@@ -25,7 +25,7 @@ from gradwire.compress import (
 )
 from gradwire.reducer.backward import Backward
 from tests.support.graph_on_cpu import graphs_on_cpu
-from tests.support.stream_double import Race, Stream, StreamTransport, stream_double
+from tests.support.stream_double import StreamTransport, stream_double
 
 CPU = torch.device("cpu")
 N_BUCKETS, STEPS = 3, 3
@@ -179,30 +179,6 @@ def test_only_necessary_streams_are_joined(algorithm):
     with stream_double() as device:
         executor = train(device, algorithm)
     assert edges_between(device, executor) == set(EDGES)
-
-
-@pytest.mark.parametrize("missing", EDGES, ids=lambda edge: f"{edge[0]}-to-{edge[1]}")
-@algorithms
-def test_double_finds_every_missing_edge(monkeypatch, algorithm, missing):
-    """Without the waits between two streams, there is a race: the double sees what it must, and no wait is in vain."""
-    executors, join = [], Stream.wait_event
-
-    def forgetful(self, event):
-        (executor,) = executors
-        roles = roles_of(executor)
-        if (roles[event.stream.name], roles[self.name]) != missing:
-            join(self, event)
-
-    create = StreamExecutor.__init__
-
-    def remember(self, *arguments):
-        create(self, *arguments)
-        executors.append(self)
-
-    monkeypatch.setattr(StreamExecutor, "__init__", remember)
-    monkeypatch.setattr(Stream, "wait_event", forgetful)
-    with stream_double() as device, pytest.raises(Race):
-        train(device, algorithm)
 
 
 def noted(executor, events, name, fails_at=None):

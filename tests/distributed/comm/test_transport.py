@@ -7,13 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
-import gradwire
 from gradwire.comm import GroupTransport
 from gradwire.comm.groups import duplicate_group
-from tests.support.bits import assert_same_bits
-from tests.support.ranks import from_all_ranks, on_ranks
+from tests.support.ranks import on_ranks
 from tests.support.training import error_of
 
 
@@ -49,48 +46,6 @@ def test_sparse_all_reduces_run_one_at_a_time():
     for tensor in [sparse, dense, sparse, dense, sparse]:
         transport.start(transport.all_reduce(tensor))
     assert [work.is_done for work in works] == [True, False, True, False, False]
-
-
-@pytest.mark.parametrize("way", ["run", "start"])
-def test_payload_counts_each_tensor_once(monkeypatch, way):
-    monkeypatch.setattr(dist, "all_reduce", lambda tensor, *_, **__: Unfinished(tensor))
-    group = SimpleNamespace(size=lambda: 2, rank=lambda: 0, allreduce=lambda tensors, _: Unfinished(*tensors))
-    transport = GroupTransport(group)
-    both = torch.ones(3), torch.ones(5, dtype=torch.bfloat16)
-    sizes = []
-    for collective in (transport.all_reduce(both[0]), transport.all_reduce(*both), transport.all_reduce_max(both[1])):
-        before = transport.payload_bytes
-        getattr(transport, way)(collective)
-        sizes.append(transport.payload_bytes - before)
-    assert sizes == [12, 22, 10]
-    transport.start(transport.all_reduce(torch.eye(3).to_sparse()))
-    assert transport.payload_bytes == 44 + 3 * 4 + 2 * 3 * 8, "of a sparse tensor, values and indices"
-
-
-class Tables(nn.Module):
-    """The sum of the entries that indices name in each of several tables."""
-
-    def __init__(self, tables):
-        super().__init__()
-        self.tables = nn.ModuleList(nn.Embedding(50, 8, sparse=True) for _ in range(tables))
-
-    def forward(self, words):
-        return sum(table(words).sum() for table in self.tables)
-
-
-@pytest.mark.slow
-@on_ranks(2, limit=300)
-def test_many_sparse_gradients_are_averaged_over_many_steps():
-    ddp = gradwire.DistributedDataParallel(Tables(8))
-    words = (torch.arange(40) * (1 + dist.get_rank())) % 50
-    for _ in range(1500):
-        ddp.zero_grad()
-        ddp(words).backward()
-    results = from_all_ranks((words, [parameter.grad.to_dense() for parameter in ddp.parameters()]))
-    mean = sum(torch.bincount(words, minlength=50) for words, _ in results) / 2.0
-    for _, gradients in results:
-        for gradient in gradients:
-            assert_same_bits(gradient, mean[:, None].expand(50, 8))
 
 
 @on_ranks(2, 3, limit=60)

@@ -13,10 +13,9 @@ from gradwire.comm.connections import Connections
 from gradwire.hooks import default_hooks
 from gradwire.hooks._bucket import Bucket, reduce_bucket
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
-from tests.support.features import FEATURES, AfterAnother, Parts, reentrant, wrap
+from tests.support.features import FEATURES, Parts, wrap
 from tests.support.ranks import from_all_ranks, on_ranks
 from tests.support.training import (
-    SMALL,
     SMALLEST,
     WRAPPERS,
     FailsInBackward,
@@ -197,32 +196,6 @@ def test_training_resynchronized_after_failed_backward_continues(where, view):
     assert_trains_as_pytorchs(ddp, build("mlp"), batch)
 
 
-@pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
-@on_ranks(2)
-def test_static_graph_with_failed_first_backward_counts_gradients_again(view):
-    options = {"gradient_as_bucket_view": view, "static_graph": True}
-    ddp = DDP(build("mlp"), bucket_cap_mb=SMALLEST, **options)
-    batch = torch.ones(2, 11) * (1 + dist.get_rank())
-    handle = ddp.module.layers[4].register_forward_hook(lambda module, args, out: FailsInBackward.apply(out))
-    assert error_of(ddp(batch).backward) == ("Fault", "from autograd")
-    handle.remove()
-    assert_trains_as_pytorchs(ddp, build("mlp"), batch, **options)
-
-
-@on_ranks(2, 3)
-def test_parameter_marked_twice_raises_until_resynchronized():
-    # Each of several reentrant checkpoints with the same layer has a backward of its own, which marks it ready.
-    batch = torch.ones(2, 4) * (1 + dist.get_rank())
-    for wrapper in WRAPPERS.values():
-        ddp = wrapper(new(AfterAnother))
-        kind, text = error_of(ddp(batch, (0, 1, 2, 3, 4, 2), run=reentrant).backward)
-        assert kind == "RuntimeError"
-        assert "Expected to mark a variable ready only once." in text
-    assert "with name parts.2." in text
-    ddp.resynchronize()
-    assert_trains_as_pytorchs(ddp, new(AfterAnother), batch, range(5))
-
-
 @on_ranks(2, 3)
 def test_hooks_with_string_annotations_are_accepted():
     namespace = {"torch": torch, "dist": dist, "ours": default_hooks}
@@ -237,28 +210,6 @@ def test_hooks_with_string_annotations_are_accepted():
     )
     assert ours is None
     assert theirs[0] == "ValueError"
-
-
-@on_ranks(1)
-def test_hook_of_another_number_of_arguments_raises():
-    hooks = {"takes (bucket)": lambda bucket: None, "takes (state, bucket, more)": lambda state, bucket, more: None}
-    for words, hook in hooks.items():
-        kind, text = error_of(DDP(build("mlp")).register_comm_hook, None, hook)
-        assert kind == "ValueError"
-        assert words in text
-
-
-@on_ranks(2, 3)
-def test_failed_registration_leaves_no_trace():
-    ddp = DDP(build("mlp"), bucket_cap_mb=SMALL)
-    errors = [error_of(ddp.register_comm_hook, None, 1)]
-    ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    errors.append(error_of(ddp.register_comm_hook, None, default_hooks.allreduce_hook))
-    hooks = [hook.__name__ for hook, _ in ddp._comm_hooks]
-    logged = ddp._get_ddp_logging_data()["comm_hook"]
-    assert None not in errors
-    assert hooks == ["fp16_compress_hook"]
-    assert logged == "fp16_compress_hook"
 
 
 @on_ranks(2, 3)

@@ -212,22 +212,6 @@ def test_infinite_result_of_a_failed_step_stays_out_of_the_error_memory(kind):
 # --- whose error
 
 
-@on_ranks(2, limit=60)
-def test_own_error_after_a_peers_keeps_its_type():
-    group, rank = dist.new_group(), dist.get_rank()
-
-    def hook(_, bucket):
-        if rank == 0:
-            raise Fault
-        while connections_of(group).failure_elsewhere() is None:
-            pass
-        raise KeyError("of this rank")
-
-    kind, text = error_of(train_steps, wrapped(group=group, hook=(None, hook)))
-    assert kind == ("Fault" if rank == 0 else "KeyError")
-    assert rank == 0 or "of this rank" in text
-
-
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @on_ranks(2, 3, limit=60)
 def test_notice_of_a_peer_that_keeps_its_connections_ends_the_wait(wrapper):
@@ -329,18 +313,6 @@ def test_errors_of_a_checkpoint_that_one_rank_has_used_before_an_error_are_not_l
     assert_same_on_all_ranks(from_all_ranks(state.iter))
     assert ledger.close(state) == []
     assert errors_of(state.state_dict()).keys() == errors_of(saved).keys()
-
-
-@pytest.mark.parametrize("hook", ["scaled_fp16", "int4", "powersgd", "topk"])
-@on_ranks(2)
-def test_ranks_that_were_a_step_apart_continue_with_one_step_count(hook):
-    ddp = wrapped(hook=hook)
-    state = ddp._comm_hooks[0][1]
-    train_steps(ddp, 3)
-    state._iter += dist.get_rank()  # a peer failed at the end of its step
-    ddp.resynchronize()
-    train_steps(ddp, 3)
-    assert from_all_ranks(state.iter) == [6, 6]
 
 
 @pytest.mark.parametrize("hook", FEEDBACK)

@@ -12,23 +12,10 @@ import torch.distributed as dist
 
 from gradwire.comm import connections, connections_of, store_collectives
 from gradwire.comm.store_collectives import RanksMissing, delete_on_last, store_all_gather
-from gradwire.comm.torch_internals import can_delete_keys
 from tests.support.ranks import from_all_ranks, on_ranks, signals
 from tests.support.training import error_of, failing_hook, train_steps, wrapped
 
 LIMIT = timedelta(minutes=1)
-
-
-class StoreWithoutDeletion(dist.Store):
-    """A user's store, which inherits a ``delete_key`` that raises."""
-
-    def __init__(self):
-        super().__init__()
-        self.counts = {}
-
-    def add(self, key, number):
-        self.counts[key] = self.counts.get(key, 0) + number
-        return self.counts[key]
 
 
 def stores(folder):
@@ -51,14 +38,6 @@ def test_last_rank_deletes_the_keys_in_each_of_pytorchs_stores(kind, tmp_path):
     delete_on_last(store, "left", 2, ["a", "b", "never set"])
     assert not any(store.check([key]) for key in ("a", "b", "left"))
     assert store.num_keys() == before
-
-
-def test_store_that_cannot_delete_keys_is_not_asked_to():
-    innermost = StoreWithoutDeletion()
-    store = dist.PrefixStore("group", dist.PrefixStore("all", innermost))
-    delete_on_last(store, "left", 1, ["a"])
-    assert not can_delete_keys(store)
-    assert innermost.counts == {}
 
 
 @contextmanager

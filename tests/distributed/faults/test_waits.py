@@ -22,13 +22,6 @@ def test_store_that_gives_no_answer_raises_within_the_timeout():
     answer.set()
 
 
-def test_answer_of_the_store_may_be_none_and_its_error_is_no_answer():
-    requests = Notices(dist.HashStore())
-    assert requests.require(lambda _: None, SHORT) is None
-    with pytest.raises(RuntimeError, match="Rank 0, which hosts the store"):
-        requests.require(lambda store: store.get(3), SHORT)
-
-
 WAITS = {
     "meeting": lambda group, check: store_all_gather(group, "meeting", "here", check=check),
     "values": lambda group, check: gather_json(group, "values", 1, check),

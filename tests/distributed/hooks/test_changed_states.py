@@ -58,10 +58,7 @@ CHANGES = {
     "feedback": (int4, with_options(use_error_feedback=False)),
     "rank": (power_sgd, lambda state: setattr(state, "matrix_approximation_rank", 2)),
     "ranks in place": (power_sgd, with_entry("ranks", "*.2.weight", 2)),
-    "accumulate": (
-        lambda: (CastState(), bf16_compress_hook),
-        lambda state: setattr(state, "accumulate", "fp32"),
-    ),
+    "accumulate": (lambda: (CastState(), bf16_compress_hook), lambda state: setattr(state, "accumulate", "fp32")),
     "scaling": (
         lambda: (ScaledCastState(), scaled_cast_hook),
         lambda state: setattr(state, "options", replace(state.options, margin=9, dtype=torch.bfloat16)),

@@ -3,17 +3,13 @@
 import copy
 import os
 import signal
-from functools import partial
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
-from torch.distributed.fsdp import fully_shard
 
-import gradwire
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
 from tests.support.ranks import from_all_ranks, on_ranks
 from tests.support.recipe import latest, load, save
@@ -227,94 +223,3 @@ def test_error_of_one_rank_raises_on_every_rank_and_leaves_the_earlier_checkpoin
     training.save(tmp_path, 4)
     dist.barrier()
     assert latest(tmp_path) == tmp_path / "step_4"
-
-
-class Sharded:
-    """An FSDP2 model on all ranks with error memory of its reduce-scatter, and its optimizer."""
-
-    def __init__(self):
-        torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(9, 15), nn.Tanh(), nn.Linear(15, 2))
-        fully_shard(self.model)
-        self.attachment = gradwire.attach(self.model, within=gradwire.sharded.ReduceScatterOptions(wire="int4"))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
-        torch.manual_seed(dist.get_rank())
-
-    def steps(self, number):
-        for _ in range(number):
-            self.optimizer.zero_grad()
-            self.model(torch.randn(3, 9)).square().mean().backward()
-            self.optimizer.step()
-
-    def facts(self):
-        """Whole tensors of the parameters, the optimizer's state and the errors."""
-        moments = {name: self.optimizer.state[each]["exp_avg"] for name, each in self.model.named_parameters()}
-        shards = {"parameters": self.model.state_dict(), "moments": moments} | self.attachment.state_dict()
-        return {
-            entry: {name: each.full_tensor().clone() for name, each in tensors.items()}
-            for entry, tensors in shards.items()
-        }
-
-
-def save_sharded(folder):
-    training = Sharded()
-    training.steps(4)
-    save(folder, 4, training.model, training.optimizer, hook=training.attachment)
-    return training.facts()
-
-
-def load_sharded(folder):
-    training = Sharded()
-    step = load(folder, training.model, training.optimizer, hook=training.attachment)
-    loaded = training.facts()
-    training.steps(2)
-    return step, loaded
-
-
-@pytest.mark.parametrize("sizes", [(2, 2), (3, 2), (2, 3)], ids=str)
-def test_sharded_training_resumes_on_any_number_of_ranks(worlds, tmp_path, sizes):
-    saved, *_ = worlds(sizes[0]).run(save_sharded, folder=tmp_path)
-    assert any(error.any() for error in saved["within"].values())
-    for step, loaded in worlds(sizes[1]).run(load_sharded, folder=tmp_path):
-        assert step == 4
-        errors, expected = loaded.pop("within"), saved["within"]
-        for name, error in errors.items():
-            torch.testing.assert_close(error, expected[name], rtol=1e-6, atol=1e-9)
-        assert_same_bits(loaded, {entry: each for entry, each in saved.items() if entry != "within"})
-
-
-@on_ranks(2)
-def test_buffers_are_those_of_rank_0(tmp_path):
-    """Every rank updates the running statistics of its batches; the next forward broadcasts those of rank 0."""
-    ddp = wrapped(model="conv")
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    train_steps(ddp, 3)
-    save(tmp_path, 3, ddp, optimizer)
-    buffers = {name: each.clone() for name, each in ddp.module.named_buffers()}
-    expected = from_all_ranks(buffers)[0]
-    other = wrapped(model="conv", seed=1)
-    load(tmp_path, other, torch.optim.SGD(other.parameters(), lr=0.1))
-    assert_same_bits(dict(other.module.named_buffers()), expected)
-
-
-@on_ranks(2)
-def test_parameter_without_a_gradient_in_the_saved_run_is_named(tmp_path):
-    def new():
-        ddp = wrapped(find_unused_parameters=True)
-        ddp.module.spare = ddp.module.layers[6]
-        ddp.module.layers = ddp.module.layers[:6]
-        return ddp, torch.optim.Adam(ddp.parameters())
-
-    ddp, optimizer = new()
-    train_steps(ddp, 3, optimizer=optimizer)
-    save(tmp_path, 3, ddp, optimizer)
-    with pytest.raises(dcp.CheckpointException, match=r"Missing key in checkpoint state_dict: optimizer\.state\.spare"):
-        load(tmp_path, *new())
-    with mock.patch.object(dcp, "load", partial(dcp.load, planner=dcp.DefaultLoadPlanner(allow_partial_load=True))):
-        resumed, other = new()
-        assert load(tmp_path, resumed, other) == 3
-    assert sorted(int(each["step"]) for each in other.state.values()) == [
-        1,
-        1,
-        *[3] * 6,
-    ]  # DCP has made one step from zeros

@@ -19,75 +19,65 @@ from gradwire.hooks.powerSGD_hook import PowerSGDState
 from gradwire.hooks.quantization_hooks import QuantizationState
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState
 from tests.support.ranks import from_all_ranks, on_ranks
-from tests.support.training import WRAPPERS, build, error_of, message_of, train_steps, wrapped
+from tests.support.training import WRAPPERS, error_of, message_of, train_steps, wrapped
 
+# Hooks by the class of their state, and a right one.
 HOOKS = {
-    "allreduce": default_hooks.allreduce_hook,
-    "fp16": default_hooks.fp16_compress_hook,
-    "bf16": default_hooks.bf16_compress_hook,
-    "powersgd": powerSGD_hook.powerSGD_hook,
-    "batched": powerSGD_hook.batched_powerSGD_hook,
-    "scaled": scaled_cast_hooks.scaled_cast_hook,
-    "quantized": quantization_hooks.quantization_hook,
-    "noop": debugging_hooks.noop_hook,
-    "fp16_of_powersgd": default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook),
-    "bf16_of_allreduce": default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook),
+    "PowerSGDState": [
+        powerSGD_hook.powerSGD_hook,
+        powerSGD_hook.batched_powerSGD_hook,
+        default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook),
+    ],
+    "ScaledCastState": [scaled_cast_hooks.scaled_cast_hook],
+    "QuantizationState": [quantization_hooks.quantization_hook],
+    "ProcessGroup": [
+        default_hooks.allreduce_hook,
+        default_hooks.fp16_compress_hook,
+        default_hooks.bf16_compress_hook,
+        default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook),
+    ],
 }
-OF_GROUPS = ["allreduce", "fp16", "bf16", "bf16_of_allreduce"]
-STATES = {
-    "None": lambda: None,
-    "group": lambda: dist.group.WORLD,
-    "model": lambda: nn.Linear(2, 2),
-    "string": lambda: "gloo",
-    "powersgd": lambda: PowerSGDState(None),
-    "scaled": lambda: ScaledCastState(),
+RIGHT = {
+    "PowerSGDState": lambda: PowerSGDState(None),
+    "ScaledCastState": ScaledCastState,
+    "QuantizationState": QuantizationState,
+    "ProcessGroup": lambda: None,
 }
-# And their text in an error: short values in full.
+# States that are wrong for some hooks, and their text in an error: short values in full.
+WRONG = {
+    "None": (lambda: None, "None"),
+    "group": (lambda: dist.group.WORLD, "an object of type ProcessGroup"),
+    "model": (lambda: nn.Linear(2, 2), "an object of type Linear"),
+    "string": (lambda: "gloo", "'gloo'"),
+    "powersgd": (lambda: PowerSGDState(None), "an object of type PowerSGDState"),
+    "scaled": (ScaledCastState, "an object of type ScaledCastState"),
+}
 NOT_GROUPS = {
     "model": (nn.Linear(2, 2), "an object of type Linear"),
     "string": ("nccl", "'nccl'"),
-    "number": (4, "4"),
     "true": (True, "True"),
     "list": ([0, 1], "an object of type list"),
-    "tensor": (torch.ones(2), "an object of type Tensor"),
-}
-
-
-# Hooks, and what the error expects. "low rank" hooks share a state.
-EXPECTED = {
-    **dict.fromkeys(["powersgd", "batched", "fp16_of_powersgd"], "PowerSGDState"),
-    "scaled": "ScaledCastState",
-    "quantized": "QuantizationState",
-    **dict.fromkeys(OF_GROUPS, "ProcessGroup"),
-}
-WRONG_STATES = {
-    "PowerSGDState": ["None", "group", "model", "scaled"],
-    "ScaledCastState": ["None", "group", "model", "powersgd"],
-    "QuantizationState": ["None", "group", "model", "powersgd"],
-    "ProcessGroup": ["model", "string", "scaled"],
-}
-SHOWN = {
-    "None": "None",
-    "group": "an object of type ProcessGroup",
-    "model": "an object of type Linear",
-    "string": "'gloo'",
-    "powersgd": "an object of type PowerSGDState",
-    "scaled": "an object of type ScaledCastState",
 }
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize(
-    ("hook", "state"), [(hook, state) for hook, expected in EXPECTED.items() for state in WRONG_STATES[expected]]
+    ("expected", "state"),
+    [
+        *(("PowerSGDState", state) for state in ("None", "group", "model", "scaled")),
+        *((expected, "powersgd") for expected in ("ScaledCastState", "QuantizationState")),
+        *(("ProcessGroup", state) for state in ("model", "string", "scaled")),
+    ],
 )
-def test_hook_with_wrong_state_raises_and_names_both(world_of_one, hook, state, wrapper):
-    expected = EXPECTED[hook]
+def test_hook_with_wrong_state_raises_and_names_both(world_of_one, expected, state, wrapper):
     owner = "torch.distributed.ProcessGroup" if expected == "ProcessGroup" else f"gradwire {expected}"
-    ddp = wrapped(wrapper, nn.Linear(3, 2), hook=(STATES[state](), HOOKS[hook]))
-    kind, message = error_of(ddp(torch.ones(1, 3)).sum().backward)
-    assert kind == "TypeError"
-    assert re.match(rf"The state of \w+_hook is {SHOWN[state]}; expected a {re.escape(owner)}", message), message
-    assert expected == "ProcessGroup" or f"register_comm_hook({expected}(" in message
+    make, shown = WRONG[state]
+    for hook in HOOKS[expected]:
+        ddp = wrapped(wrapper, nn.Linear(3, 2), hook=(make(), hook))
+        kind, message = error_of(ddp(torch.ones(1, 3)).sum().backward)
+        assert kind == "TypeError"
+        assert re.match(rf"The state of \w+_hook is {shown}; expected a {re.escape(owner)}", message), message
+        assert expected == "ProcessGroup" or f"register_comm_hook({expected}(" in message
 
 
 @pytest.mark.parametrize("value", NOT_GROUPS)
@@ -106,21 +96,16 @@ def test_states_accept_only_a_process_group_or_none(make, value):
 # --- not a bucket
 
 
-def hook_states(hook):
-    if hook in ("powersgd", "batched", "fp16_of_powersgd"):
-        return PowerSGDState(None)
-    return {"scaled": ScaledCastState, "quantized": QuantizationState}.get(hook, lambda: None)()
-
-
 @pytest.mark.parametrize("strategy", ["NO_SHARD", "FULL_SHARD"])
 @on_ranks(2)
 def test_hooks_on_fsdp_raise_that_they_need_ddp(strategy):
     found = []
-    for name, hook in HOOKS.items():
+    hooks = [(RIGHT[expected](), hook) for expected, each in HOOKS.items() for hook in each]
+    for state, hook in [*hooks, (None, debugging_hooks.noop_hook)]:
         model = FullyShardedDataParallel(
             nn.Linear(4, 4), sharding_strategy=ShardingStrategy[strategy], device_id=torch.device("cpu")
         )
-        model.register_comm_hook(hook_states(name), hook)
+        model.register_comm_hook(state, hook)
         found.append(error_of(model(torch.ones(2, 4)).sum().backward))
     for kind, message in itertools.chain.from_iterable(from_all_ranks(found)):
         assert kind == "TypeError"
@@ -129,26 +114,6 @@ def test_hooks_on_fsdp_raise_that_they_need_ddp(strategy):
             r"DistributedDataParallel.*FullyShardedDataParallel",
             message,
         )
-
-
-@pytest.mark.parametrize(
-    "bucket", [None, (torch.ones(2), torch.ones(2)), torch.ones(2)], ids=["none", "pair", "tensor"]
-)
-@pytest.mark.parametrize("hook", HOOKS)
-def test_hooks_reject_arguments_that_are_not_buckets(hook, bucket):
-    with pytest.raises(TypeError, match="in place of a bucket of gradients"):
-        HOOKS[hook](hook_states(hook), bucket)
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("hook", ["allreduce", "powersgd"])
-@on_ranks(1)
-def test_hooks_can_be_called_by_keyword(hook, wrapper):
-    ddp = WRAPPERS[wrapper](build("mlp"))
-    first = {"allreduce": "process_group", "powersgd": "state"}[hook]
-    state = hook_states(hook)
-    ddp.register_comm_hook(state, lambda state, bucket: HOOKS[hook](bucket=bucket, **{first: state}))
-    assert error_of(train_steps, ddp) is None
 
 
 # --- copies
@@ -212,18 +177,6 @@ class OwnState(HookState):
         super().__init__("own_hook", None, options)
 
 
-@on_ranks(1)
-def test_start_iter_zero_compresses_the_first_step():
-    steps = []
-
-    async def algorithm(step):
-        steps.append(step.iteration)
-
-    ddp = wrapped("gradwire", hook=(OwnState(Start(0)), hook_for(OwnState)(lambda state, b: state.run(b, algorithm))))
-    train_steps(ddp)
-    assert steps[0] == 0
-
-
 @hook_for(OwnState)
 def forgetful_hook(state, bucket):
     async def algorithm(step):
@@ -281,21 +234,3 @@ def test_error_of_an_algorithm_on_pytorchs_ddp_is_logged_with_its_traceback():
     finally:
         logging.getLogger("gradwire").removeHandler(handler)
     assert re.match(r"own_hook failed in bucket 0:\nTraceback.*, in mistaken\n.*KeyError", logged[0], re.DOTALL)
-
-
-@hook_for(OwnState)
-def returning_hook(state, bucket):
-    async def algorithm(step):
-        for gradient, result in zip(step.gradients, step.results, strict=True):
-            result.copy_(gradient)
-            await step.transport.all_reduce(result)
-        return torch.full_like(bucket.buffer(), torch.nan)
-
-    return state.run(bucket, algorithm)
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@on_ranks(2)
-def test_value_that_an_algorithm_returns_is_ignored(wrapper):
-    ddp = wrapped(wrapper, hook=(OwnState(), returning_hook))
-    assert all(gradient.isfinite().all() for gradient in train_steps(ddp)[0].values())

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradwire.comm import GroupTransport, torch_internals
+from gradwire.comm import torch_internals
 from gradwire.comm.connections import executor_for
 from gradwire.comm.stream_executor import StreamExecutor
 from gradwire.hooks import powerSGD_hook
@@ -120,51 +120,6 @@ def all_to_all(received, sent):
 
 def all_gather(gathered, own):
     return lambda group: torch_internals.all_gather(gathered, own, group, is_async=False)
-
-
-IDENTICAL, CONTIGUOUS = "Tensors must have identical type", "Tensors must be contiguous"
-UNSUPPORTED, DIFFERS = "not supported for NCCL process group: ", "differs between ranks"
-# What breaks a rule, by rank, and the message.
-BROKEN = [
-    (lambda _: all_reduce(torch.ones(2), torch.ones(2).half()), IDENTICAL),
-    (lambda _: all_reduce(torch.ones(4)[::2]), CONTIGUOUS),
-    (lambda _: all_reduce(torch.ones(2), torch.ones(4)[::2]), CONTIGUOUS),
-    (lambda _: lambda group: group.allreduce([torch.ones(2) * 1j]), UNSUPPORTED + "torch.complex64"),
-    (lambda _: all_reduce(torch.ones(2).short()), UNSUPPORTED + "torch.int16"),
-    (lambda _: all_reduce(torch.ones(2).bool()), "A sum of bools over NCCL"),
-    (lambda rank: all_reduce(torch.ones(2 + rank)), DIFFERS),
-    (lambda rank: all_reduce(torch.ones(2, dtype=(torch.half, torch.int)[rank])), DIFFERS),
-    (lambda _: all_to_all(torch.ones(3), torch.ones(3)), "Tensor's dim 0 does not divide equally across group size"),
-    (lambda _: all_to_all(torch.ones(2), torch.ones(4)), "output tensor size must be equal to input tensor size"),
-    (lambda _: all_to_all(torch.ones(4), torch.ones(8)[::2]), CONTIGUOUS),
-    (lambda _: all_to_all(torch.ones(4), torch.ones(4).half()), IDENTICAL),
-    (lambda _: all_gather(torch.ones(3), torch.ones(2)), "output tensor size must be equal to world_size times input"),
-    (lambda _: all_gather(torch.ones(8)[::2], torch.ones(2)), CONTIGUOUS),
-    (lambda _: all_gather(torch.ones(4), torch.ones(2).half()), IDENTICAL),
-    (lambda rank: all_gather(torch.ones(2 * (1 + rank)), torch.ones(1 + rank)), DIFFERS),
-    (lambda rank: (all_to_all(torch.ones(4), torch.ones(4)), all_gather(torch.ones(4), torch.ones(2)))[rank], DIFFERS),
-    (lambda rank: (all_reduce(torch.ones(2)), lambda group: dist.barrier(group))[rank], DIFFERS),
-]
-
-
-@pytest.mark.parametrize("case", range(len(BROKEN)))
-@on_ranks(2)
-def test_nccl_double_refuses_the_same_calls_as_nccl_on_every_rank(case):
-    group = dist.new_group(backend=register_backend())
-    dist.barrier()  # a call may raise at once, and this rank destroys the group: the other must have connected
-    make, message = BROKEN[case]
-    assert message in message_of(make(dist.get_rank()), group)
-    dist.destroy_process_group(group)
-
-
-@on_ranks(2)
-def test_nccl_double_accepts_the_same_calls_as_nccl():
-    group, tensor = dist.new_group(backend=register_backend()), torch.ones(3)
-    all_reduce(tensor, torch.ones(2))(group)  # one dtype
-    dist.all_reduce(torch.ones(2, dtype=torch.bool), dist.ReduceOp.MAX, group=group)
-    GroupTransport(group).run(GroupTransport(group).all_reduce(tensor, torch.ones(2).half(), torch.empty(0)))
-    dist.destroy_process_group(group)
-    assert tensor.tolist() == [4.0] * 3
 
 
 @pytest.mark.parametrize("pieces", [1, 3])

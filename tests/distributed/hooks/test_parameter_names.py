@@ -1,7 +1,6 @@
 """Parameter names on PyTorch's DDP, which does not pass them to hooks: found without `bind`, or requested."""
 
 import copy
-import gc
 import re
 from unittest import mock
 
@@ -16,15 +15,7 @@ from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
 from tests.support.bits import assert_same_on_all_ranks
 from tests.support.ranks import from_all_ranks, on_ranks
 from tests.support.states import STATES, Training, make
-from tests.support.training import (
-    SMALLEST,
-    WRAPPERS,
-    build,
-    error_of,
-    message_of,
-    own_batches,
-    register,
-)
+from tests.support.training import SMALLEST, WRAPPERS, build, error_of, message_of, own_batches, register
 
 EARLY = {"start_powerSGD_iter": 2, "min_compression_rate": 1}
 
@@ -169,17 +160,6 @@ def test_names_among_several_models_come_from_the_states_model(models):
     del others
 
 
-@on_ranks(1)
-def test_names_are_found_if_a_model_is_wrapped_again():
-    module, state = Part(linear(), linear()), PowerSGDState(None, **EARLY)
-    gc.disable()
-    for _ in range(2):
-        ddp, _ = trained(module, steps=0, state=state)
-        assert names_after_a_step(state, ddp) == names_of(ddp)
-        del ddp  # it is in a cycle, and may live on
-    gc.enable()
-
-
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("kind", STATES)
 @on_ranks(2)
@@ -300,19 +280,6 @@ def test_options_by_name_raise_with_unknown_names_and_apply_once_bound(option):
         trained(again, state=state)
         assert state.iter == 4, "the step that raised does not count"
         assert sorted(state.memory.tensors("errors")) == ["layers.0.weight", "layers.1.weight"]
-
-
-@on_ranks(1)
-def test_names_shared_by_two_models_are_not_used():
-    # No DDP knows of the states: which names are meant is not certain.
-    layers = linear(), linear()
-    ddps = [WRAPPERS["pytorch"](module) for module in (Part(*layers), Part(nn.Sequential(*layers)))]
-    states = [PowerSGDState(None, **EARLY) for _ in ddps]
-    for ddp, state in zip(ddps, states, strict=True):
-        ddp.register_comm_hook({"powersgd": state}, handing_on_hook)
-    step(ddps[0])
-    assert states[0]._names.are_numbers
-    assert "no model, or more than one, was found" in message_of(states[0].state_dict)
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)

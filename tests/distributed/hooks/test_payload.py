@@ -7,11 +7,7 @@ import torch
 from torch import nn
 
 from gradwire.comm import GroupTransport, Workspace
-from gradwire.compress import (
-    Step,
-    cast_all_reduce,
-    sparse_all_reduce,
-)
+from gradwire.compress import Step, cast_all_reduce, sparse_all_reduce
 from gradwire.hooks.default_hooks import allreduce_hook, bf16_compress_hook, fp16_compress_hook
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook

@@ -1,23 +1,22 @@
-"""PowerSGD against an oracle in fp64: single steps, fifty steps, options, payload and convergence."""
+"""PowerSGD against an oracle in fp64, with its options and with quantized factors."""
 
 import math
-from unittest import mock
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from gradwire.comm import Transport
-from gradwire.hooks.powerSGD_hook import powerSGD_hook
+from gradwire.comm import LocalTransport, Workspace, run_algorithm
+from gradwire.compress import LowRankBucket, LowRankPolicy, Step, alternating_all_reduce, powersgd_all_reduce
+from gradwire.hooks.powerSGD_hook import FACTOR_WIRES, PowerSGDState, powerSGD_hook
+from gradwire.kernels import WIRE_FORMATS
 from tests.support.bits import assert_same_bits, same_bits
-from tests.support.powersgd_oracle import PowerSGD, one_step_bound, random_q
+from tests.support.powersgd_oracle import powersgd, random_q
 from tests.support.powersgd_steps import (
-    NEARLY_ONE,
     START,
     VARIANTS,
     Fed,
-    U,
     matrix,
     new_state,
     noise,
@@ -25,131 +24,31 @@ from tests.support.powersgd_steps import (
     run_steps,
 )
 from tests.support.ranks import on_ranks
-from tests.support.training import WRAPPERS, register
+from tests.support.states import Ledger, errors_of
+from tests.support.training import gradients, wrapped
 
 # --- the oracle
 
 SHAPES = [(40, 60), (24, 5, 3, 3), (33, 57), (96, 80)]
 RANKS = (1, 2, 4, 32)
 BY_NAME = {f"weights.{i}": rank for i, rank in enumerate(RANKS)}
-EXACT = [variant for variant in VARIANTS if variant != "int8_factors"]  # those whose factors are only rounded
 
 
-class Deviation:
-    """The oracle and its shadow, whose gradients have a relative error of ``noise``: a bound of the effect of rounding.
-
-    PowerSGD amplifies rounding: by the conditioning of P in each step, and from step to step, as directions of nearly
-    equal error overtake one another. The shadow measures that on the very trajectory.
-    """
-
-    def __init__(self, oracle, shadow, noise):
-        self.oracle, self.shadow, self.noise = oracle, shadow, noise
-        self.generator = torch.Generator().manual_seed(1)
-        self.reached = 0.0
-
-    def step(self, one_step, gradients, *arguments):
-        """The expected result of a step, and the largest deviation of the shadow so far."""
-        shaken = [g * (1 + self.noise * torch.randn(g.shape, generator=self.generator).double()) for g in gradients]
-        expected = one_step(self.oracle, gradients, *arguments)
-        self.reached = max(self.reached, (one_step(self.shadow, shaken, *arguments) - expected).norm().item())
-        return expected, self.reached
-
-
-@pytest.mark.parametrize(
-    ("variant", "dtype"),
-    [*((variant, torch.float64) for variant in EXACT), ("plain", torch.float32)],
-    ids=[*(f"{variant}-fp64" for variant in EXACT), "plain-fp32"],
-)
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_fifty_steps_match_oracle(worlds, size, variant, dtype):
-    recipe = {"world_size": size, "steps": START + 50, "shapes": SHAPES, "dtype": dtype}
-    results = worlds(size).run(run_steps, values=recipe, options={"ranks": BY_NAME} | VARIANTS[variant])
-    values = noise(**recipe)
-    # In fp64 the shadow's noise is 2^-40, and its deviation scaled down: what 2^-53 does, fp64 cannot measure.
-    shaken_by = 2.0**-40 if dtype == torch.float64 else U
-    scale = torch.finfo(dtype).eps / 2 / shaken_by
+@pytest.mark.parametrize("variant", [variant for variant in VARIANTS if variant != "int8_factors"])
+@on_ranks(1, 2, 3)
+def test_fifty_steps_match_oracle(variant):
+    values = noise(dist.get_world_size(), START + 50, SHAPES, torch.float64)
+    steps = run_steps(values, options={"ranks": BY_NAME} | VARIANTS[variant])
+    options = {"feedback": False} if variant == "no_feedback" else VARIANTS[variant]
     for i, (shape, rank) in enumerate(zip(SHAPES, RANKS, strict=True)):
-        rows, columns = shape[0], math.prod(shape[1:])
-
-        def drawn(step, i=i, columns=columns, rank=rank):
-            return random_q(f"weights.{i}", columns, rank, step, dtype=dtype)
-
-        def one_step(powersgd, gradients, step, drawn=drawn):
-            if variant == "alternating":
-                return powersgd.alternating_step(gradients, on_p=step % 2 == 0)
-            if variant == "cold":
-                powersgd.q = drawn(step).double()
-            return powersgd.step(gradients)
-
-        # The shadow rounds each gradient once. The hook rounds sums of m, n, r and world size terms, and QR's of n.
-        # Measured: 0.6 of this tolerance cold at rank 32, whose P is worst conditioned; 0.02 to 0.4 of it otherwise.
-        k = 2 * rows + columns + rank + size + 4
-        oracle, shadow = (PowerSGD(drawn(START), size, feedback=variant != "no_feedback") for _ in range(2))
-        deviation = Deviation(oracle, shadow, shaken_by)
-        for step in range(START, len(values)):
-            expected, reached = deviation.step(one_step, [matrix(tensors[i]) for tensors in values[step]], step)
-            for result in results:
-                off = (matrix(result[step].gradients[i]) - expected).norm()
-                assert off <= k * scale * reached, f"step {step}, rank {rank}"
-
-
-@pytest.mark.parametrize("factor_dtype", [None, torch.bfloat16], ids=["fp32-factors", "bf16-factors"])
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_each_step_matches_oracle_with_same_memory(worlds, size, factor_dtype):
-    recipe = {"world_size": size, "steps": START + 12, "shapes": SHAPES[:3]}
-    options = {"ranks": dict(list(BY_NAME.items())[:3]), "factor_dtype": factor_dtype}
-    results = worlds(size).run(run_steps, values=recipe, options=options, remember=True)
-    values = noise(**recipe)
-    half_ulp = 2.0**-9 if factor_dtype == torch.bfloat16 else 0.0
-    for i, (shape, rank) in enumerate(zip(SHAPES[:3], RANKS, strict=False)):
-        name = f"weights.{i}"
-        q, errors = random_q(name, math.prod(shape[1:]), rank, START).double(), [0.0] * size
-        for step in range(START, len(values)):
-            oracle = PowerSGD(q, size)
-            corrected = [matrix(tensors[i]) + e for tensors, e in zip(values[step], errors, strict=True)]
-            expected = oracle.step(corrected)
-            # Measured: up to 0.003 of the bound in fp32, where long sums seldom round as badly as they may, and 0.26 of
-            # it with bf16 factors. The bound is at most 0.001 of the result, and 0.15 of it with bf16 factors.
-            bound = one_step_bound(corrected, q, half_ulp)
-            for result, m in zip(results, corrected, strict=True):
-                out = matrix(result[step].gradients[i])
-                assert (out - expected).norm() <= bound, f"step {step}"
-                after = matrix(result[step].errors[name])
-                assert ((m - out - after).abs() <= U * NEARLY_ONE * (m.abs() + after.abs())).all(), f"step {step}"
-            q = results[0][step].q[name][0].t().double()
-            errors = [matrix(result[step].errors[name]) for result in results]
-            assert ((q.norm(dim=0) - 1).abs() <= 2.0**-20).all()
-
-
-# --- exactness
-
-
-@pytest.mark.parametrize("rank", [1, 2, 4])
-def test_mean_of_rank_r_is_reproduced_from_first_step(world, rank):
-    # The mean has rank r; the gradients of the ranks have not.
-    n, m = 30, 20
-    generator = torch.Generator().manual_seed(rank)
-    values = []
-    for _ in range(START + 4):
-        low_rank = torch.randn(n, rank, generator=generator) @ torch.randn(rank, m, generator=generator)
-        apart = torch.randn(n, m, generator=generator)
-        signs = [0] * world.size
-        signs[0], signs[-1] = 1, -1
-        values.append([[low_rank + sign * apart] for sign in signs])
-    results = world.run(run_steps, values=values, options={"matrix_approximation_rank": rank}, remember=True)
-    q, errors = random_q("weights.0", m, rank, START).double(), [0.0] * world.size
-    for step in range(START, len(values)):
-        corrected = [tensor.double() + e for (tensor,), e in zip(values[step], errors, strict=True)]
-        mean = sum(tensor for (tensor,) in values[step]) / world.size
-        # What is left of the steps before is in the errors, and their mean is sent along. Measured: up to 0.63 of the
-        # bound, which is 0.0013 of the mean at most.
-        left = sum(errors) / world.size
-        bound = 2 * one_step_bound(corrected, q) + 2 * (torch.as_tensor(left).norm() if step > START else 0.0)
-        assert bound <= 0.01 * mean.norm()
-        for result in results:
-            assert (matrix(result[step].gradients[0]) - mean).norm() <= bound
-        q = results[0][step].q["weights.0"][0].t().double()
-        errors = [result[step].errors["weights.0"].double() for result in results]
+        drawn = partial(random_q, f"weights.{i}", math.prod(shape[1:]), rank, dtype=torch.float64)
+        expected = powersgd(
+            [[matrix(tensors[i]) for tensors in ranks] for ranks in values[START:]], START, drawn, **options
+        )
+        for step, (found, result) in enumerate(zip(steps[START:], expected, strict=True)):
+            off = (matrix(found.gradients[i]) - result).norm() / result.norm()
+            # Rounding is amplified by the conditioning of P, and from step to step. Measured: up to 2e-11.
+            assert off <= 1e-9, (step, rank, off)
 
 
 # --- options
@@ -188,94 +87,89 @@ def test_other_seed_draws_other_random_columns(world):
     assert not same_bits(first[START].gradients[0], other[START].gradients[0])
 
 
-# Sides of 16 + 20 and 12 + 8 elements, and 9 + 1 + 2 that are not compressed, 364 in all. On the wire each factor
-# begins at a multiple of 16 elements, which makes the sides 16 + 32 and 16 + 16, and 32 + 16 where they are pairs.
-CALLS = {
-    # options, dtype, bytes of every collective of two steps, elements sent by their statistics
-    "plain": ({}, torch.float32, [[[4 * (48 + 12)], [4 * 32]]] * 2, 2 * (36 + 12 + 20)),
-    "bf16_factors": (
-        {"factor_dtype": torch.bfloat16},
-        torch.float32,
-        [[[2 * 48, 4 * 12], [2 * 32]]] * 2,
-        2 * (36 + 12 + 20),
-    ),
-    "alternating": ({"alternating": True}, torch.float32, [[[4 * (48 + 12)]], [[4 * (32 + 12)]]], 36 + 12 + 20 + 12),
-    "bf16": ({}, torch.bfloat16, [[[2 * (48 + 12)], [2 * 32]]] * 2, 2 * (36 + 12 + 20)),
-    "fp16": ({}, torch.float16, [[[2 * 48, 2 * 12], [2 * 32]]] * 2, 2 * (36 + 12 + 20)),
-    "complex": (
-        {"ranks": {"*.1": 0}},
-        torch.complex64,
-        [[[4 * (48 + 2 * 12)], [4 * 48]]] * 2,
-        2 * (36 + 2 * 12 + 2 * 20),
-    ),
-}
+# --- quantized factors
 
 
-@pytest.mark.parametrize("case", CALLS)
+wires = pytest.mark.parametrize("wire", FACTOR_WIRES)
+# Largest error of an element relative to the largest of its block: half a step of the grid, or half an eps.
+PRECISION = {"int8": 0.5 / 127 * 1.01, "int4": 0.5 / 7 * 1.01, "bf16": 2.0**-9, "fp16": 2.0**-11}
+
+
+def averaged(gradients, steps=1, algorithm=powersgd_all_reduce, **options):
+    """The results of steps on the same gradients in a world of one, and the bucket."""
+    shapes = LowRankPolicy(rank=4, min_compression_rate=1).matrix_shapes(gradients)
+    names = options.pop("names", None)
+    bucket = LowRankBucket(gradients, shapes, names=names, **options)
+    workspace, transport = Workspace(torch.device("cpu")), LocalTransport()
+    results = [torch.full_like(each, torch.nan) for each in gradients]
+    for step in range(steps):
+        run_algorithm(algorithm(Step.of(bucket, gradients, results, step, transport, workspace)), transport)
+    return results, bucket
+
+
+def low_rank_matrix(seed, rows=40, columns=70, rank=4):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, rank, generator=generator) @ torch.randn(rank, columns, generator=generator)
+
+
+@wires
+def test_error_memory_holds_what_quantization_of_the_factors_lost(wire):
+    gradient = low_rank_matrix(0)
+    results, bucket = averaged([gradient], factor_wire=WIRE_FORMATS[wire])
+    error = bucket.memory["errors"]["0"]
+    torch.testing.assert_close(results[0] + error, gradient, rtol=0, atol=2e-6)
+    # Every element of P and of Q deviates by its precision at most, twice; the basis of P may turn by as much.
+    bound = 2 * PRECISION[wire] * (4 * (40 + 70)) ** 0.5 * torch.linalg.matrix_norm(gradient, 2)
+    assert 0.01 * bound < error.norm() <= bound
+
+
+@pytest.mark.parametrize("algorithm", [powersgd_all_reduce, alternating_all_reduce])
+def test_quantized_factors_do_not_depend_on_their_neighbors(algorithm):
+    gradients = [
+        low_rank_matrix(0, 40, 24),
+        torch.randn(5),
+        1e6 * low_rank_matrix(1, 17, 70),
+        low_rank_matrix(2, 33, 9),
+    ]
+    options = {"factor_wire": WIRE_FORMATS["int8"], "alternating": algorithm is alternating_all_reduce}
+    together, _ = averaged(gradients, 3, algorithm, names=list("abcd"), **options)
+    for name, gradient, result in zip("abcd", gradients, together, strict=True):
+        if gradient.dim() > 1:
+            alone, _ = averaged([gradient], 3, algorithm, names=[name], **options)
+            assert_same_bits(alone[0], result)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_gradients_sent_with_quantized_factors_are_exact(dtype):
+    gradients = [each.to(dtype) for each in (low_rank_matrix(0), torch.randn(100), torch.randn(3))]
+    results, _ = averaged(gradients, factor_wire=WIRE_FORMATS["int4"])
+    assert_same_bits(results[1:], gradients[1:])
+
+
+def test_wire_and_dtype_of_factors_exclude_each_other():
+    with pytest.raises(
+        ValueError, match=r"factor_wire is 'int8' and factor_dtype is torch\.bfloat16.*factor_dtype=None"
+    ):
+        PowerSGDState(None, factor_wire="int8", factor_dtype=torch.bfloat16)
+
+
 @on_ranks(2)
-def test_bucket_takes_stated_all_reduces_and_bytes(case):
-    options, dtype, expected, sent = CALLS[case]
-    steps = START + 2
-    shapes = [(16, 12), (9,), (20, 8), (), (2, 1)]
-    values = noise(dist.get_world_size(), steps, shapes, dtype)
-    ddp = WRAPPERS["gradwire"](Fed(values[0][0]), bucket_cap_mb=100)
-    state = register(ddp, (new_state(**options), powerSGD_hook))
-    all_reduce = Transport.all_reduce
-    calls = []
-
-    def counting_all_reduce(self, *tensors):
-        calls[-1].append([tensor.nbytes for tensor in tensors])
-        return all_reduce(self, *tensors)
-
-    with mock.patch.object(Transport, "all_reduce", counting_all_reduce):
-        for ranks in values:
-            calls.append([])
-            ddp.zero_grad()
-            ddp(*ranks[dist.get_rank()]).backward()
-    calls, (rate, before, after) = (calls[START:], state.compression_stats())
-    assert calls == expected
-    assert after == sent
-    assert before == 2 * 364 * (2 if dtype.is_complex else 1)
-    assert rate == before / after
-
-
-# --- convergence
-
-
-def least_squares(hook, options, steps=200):
-    """The loss over all data of a linear model after steps on random batches, some directions ten times steeper."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    generator = torch.Generator().manual_seed(0)
-    data, batch = 256, 16
-    truth = torch.randn(24, 32, generator=generator)
-    inputs = [torch.randn(data, 32, generator=generator) * torch.logspace(0, -0.7, 32) for _ in range(size)]
-    targets = [x @ truth.t() + 0.5 * torch.randn(data, 24, generator=generator) for x in inputs]
-    model = nn.Linear(32, 24, bias=False)
-    nn.init.zeros_(model.weight)
-    ddp = WRAPPERS["gradwire"](model)
-    register(ddp, (new_state(matrix_approximation_rank=2, **options), hook) if hook else "allreduce")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    batches = torch.Generator().manual_seed(1 + rank)
-    for _ in range(steps):
-        chosen = torch.randint(data, (batch,), generator=batches)
-        optimizer.zero_grad()
-        ((ddp(inputs[rank][chosen]) - targets[rank][chosen]).square().sum() / (2 * batch)).backward()
-        optimizer.step()
-    with torch.no_grad():
-        return sum((model(x) - y).square().mean().item() for x, y in zip(inputs, targets, strict=True)) / size
-
-
-def test_error_feedback_reaches_loss_of_uncompressed_training(worlds):
-    losses = {
-        name: worlds(2).run(least_squares, hook=hook, options=options)[0]
-        for name, hook, options in (
-            ("uncompressed", None, {}),
-            ("feedback", powerSGD_hook, {}),
-            ("alternating", powerSGD_hook, {"alternating": True}),
-            ("without", powerSGD_hook, {"use_error_feedback": False}),
-        )
-    }
-    # Measured: 0.315, 0.315, 0.316 and 1.15.
-    assert losses["feedback"] <= 1.05 * losses["uncompressed"]
-    assert losses["alternating"] <= 1.05 * losses["uncompressed"]
-    assert losses["without"] >= 2 * losses["uncompressed"]
+def test_checkpoint_of_plain_factors_resumes_with_quantized_ones():
+    values = noise(2, START + 8, [(16, 12), (9,)])
+    saved, loaded = (new_state(factor_wire=wire) for wire in (None, "int8"))
+    ddp = wrapped(model=Fed(values[0][0]), hook=(saved, powerSGD_hook))
+    for ranks in values[:-4]:
+        ddp.zero_grad()
+        ddp(*ranks[dist.get_rank()]).backward()
+    other = wrapped(model=Fed(values[0][0]), hook=(loaded, powerSGD_hook))
+    loaded.load_state_dict(saved.state_dict())
+    assert_same_bits(loaded.state_dict(), saved.state_dict())
+    ledger = Ledger(Fed(values[0][0]))
+    for name, error in errors_of(saved.state_dict()).items():
+        ledger.lost[name] += error
+    for ranks in values[-4:]:
+        own = dict(zip(ledger.lost, ranks[dist.get_rank()], strict=True))
+        other.zero_grad()
+        other(*ranks[dist.get_rank()]).backward()
+        ledger.add(own, gradients(other))
+    assert not ledger.close(loaded)

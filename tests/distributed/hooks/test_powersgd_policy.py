@@ -59,12 +59,6 @@ def test_matrix_that_would_not_shrink_is_not_compressed(shape, rank, rate):
     assert chosen is None or (chosen.rows + chosen.columns) * chosen.rank < chosen.rows * chosen.columns
 
 
-def test_pytorch_expands_matrices_at_rates_below_one():
-    # Rank 3 of a 4 x 4 matrix is 24 elements in place of 16.
-    assert _should_compress(4, 4, 3, 0.5)[0]
-    assert LowRankPolicy(rank=3, min_compression_rate=0.5).matrix_shape("weight", meta(4, 4)) is None
-
-
 def rows_as_sets(matrix):
     return {frozenset(row) for row in matrix.tolist()}
 
@@ -164,18 +158,6 @@ def test_first_matching_pattern_gives_rank(name, rank):
     assert chosen == (MatrixShape(1, 200, 300, rank) if rank else None)
 
 
-def test_patterns_take_precedence_in_order():
-    orders = [{"*": 2, "a.*": 0}, {"a.*": 0, "*": 2}]
-    chosen = [LowRankPolicy(ranks=ranks).matrix_shape("a.weight", meta(64, 64)) for ranks in orders]
-    assert chosen == [MatrixShape(1, 64, 64, 2), None]
-
-
-def test_matrix_at_higher_rank_may_stay_uncompressed():
-    policy = LowRankPolicy(rank=1, ranks={"wide": 20})
-    assert policy.matrix_shape("narrow", meta(64, 64)) == MatrixShape(1, 64, 64, 1)
-    assert policy.matrix_shape("wide", meta(64, 64)) is None
-
-
 STACKS = {
     "fused query, key and value": (permuted((96, 32), (0, 1)), 3, (32, 32)),
     "experts": (permuted((4, 16, 24), (0, 1, 2)), 4, (16, 24)),
@@ -205,17 +187,6 @@ def test_stack_is_compressed_if_one_of_its_matrices_would_be():
     assert LowRankPolicy(stacks={"w": 24}).matrix_shape("w", meta(96, 4)) is None
 
 
-def test_stack_of_one_equals_no_stack():
-    assert LowRankPolicy(stacks={"*": 1}).matrix_shape("w", meta(64, 64).t()) == MatrixShape(1, 64, 64, 1)
-    assert LowRankPolicy(stacks={"*": 1}).matrix_shape("w", meta()) is None
-
-
-def test_stack_takes_rank_from_patterns():
-    policy = LowRankPolicy(rank=1, ranks={"*.experts": 2, "*": 0}, stacks={"*.experts": 4})
-    assert policy.matrix_shape("0.experts", meta(4, 64, 64)) == MatrixShape(4, 64, 64, 2)
-    assert policy.matrix_shape("0.router", meta(4, 64, 64)) is None
-
-
 @pytest.mark.parametrize(
     "layout",
     [meta(8, 8), meta(), meta(9), meta(8, 9).t(), meta(2, 9, 4).transpose(0, 1)],
@@ -225,23 +196,6 @@ def test_stack_that_does_not_fit_raises(layout):
     with pytest.raises(ValueError, match=r"stacks asks for 3 matrices in blocks\.qkv.*expected") as error:
         LowRankPolicy(stacks={"*.qkv": 3}).matrix_shape("blocks.qkv", layout)
     assert str(tuple(layout.shape)) in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"rank": 0}, "rank is 0; expected at least 1"),
-        ({"rank": -3}, "rank is -3; expected at least 1"),
-        ({"ranks": {"a.*": -1}}, r"ranks\['a\.\*'\] is -1; expected"),
-        ({"ranks": {"a.*": 1.5}}, r"ranks\['a\.\*'\] is 1\.5; expected"),
-        ({"ranks": {"b": 1, "a.*": None}}, r"ranks\['a\.\*'\] is None; expected"),
-        ({"stacks": {"*.qkv": 0}}, r"stacks\['\*\.qkv'\] is 0; expected"),
-        ({"stacks": {"*.qkv": "3"}}, r"stacks\['\*\.qkv'\] is '3'; expected"),
-    ],
-)
-def test_bad_options_raise(options, named):
-    with pytest.raises(ValueError, match=named):
-        LowRankPolicy(**options)
 
 
 # --- the paper's table

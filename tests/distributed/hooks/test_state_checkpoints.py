@@ -179,10 +179,7 @@ COPIED = {
             seed=5,
         ),
     ),
-    "scaled cast": (
-        scaled_cast_hook,
-        partial(ScaledCastState, dtype=torch.bfloat16, margin=5, growth=2, backoff=3),
-    ),
+    "scaled cast": (scaled_cast_hook, partial(ScaledCastState, dtype=torch.bfloat16, margin=5, growth=2, backoff=3)),
 }
 
 
@@ -201,15 +198,6 @@ def test_pickled_or_copied_state_keeps_options_and_memory_of_its_rank(kind, wrap
         train_steps(wrapped(wrapper, hook=(other, hook)))
     first, second = from_all_ranks(memory)
     assert differences(first, second) or kind == "scaled cast", "errors are this rank's own"
-
-
-def test_pickle_of_a_state_with_an_option_that_is_gone_loads():
-    state = QuantizationState(wire="int8", block_size=32)
-    saved = state.__getstate__()
-    saved["options"]["stochastic_rounding"] = False
-    loaded = QuantizationState.__new__(QuantizationState)
-    loaded.__setstate__(saved)
-    assert loaded.options == state.options
 
 
 def own_memory(state):
@@ -250,49 +238,28 @@ def is_prepared(state):
     return True
 
 
-@pytest.mark.parametrize("steps", [1, START + 2], ids=["plain", "compressed"])
-@wrappers
-@feedback_states
-@on_ranks(2)
-def test_prepared_copy_is_dropped_by_the_next_step(kind, wrapper, steps):
-    training = Training(kind, wrapper)
-    training.run(steps)
-    training.state.prepare_checkpoint()
-    assert is_prepared(training.state)
-    training.run(1)
-    assert not is_prepared(training.state)
-
-
-@wrappers
-@feedback_states
-@on_ranks(2)
-def test_copy_prepared_before_the_first_step_needs_no_other_rank(kind, wrapper):
-    # No step has used any method of an automatic choice's plan yet; all of them are in the checkpoint.
-    training = Training(kind, wrapper)
-    training.state.prepare_checkpoint()
-    assert is_prepared(training.state)
-
-
-@feedback_states
-@on_ranks(2)
-def test_prepared_copy_is_dropped_by_loading_another_state(kind):
-    training = trained(kind)
-    early = training.state.state_dict()
-    training.run(2)
-    training.state.prepare_checkpoint()
-    training.state.load_state_dict(early)
-    assert not is_prepared(training.state)
-    assert_same_bits(training.state.state_dict(), early)  # means and sums of two equal errors are exact
-
-
-@feedback_states
-@on_ranks(2)
-def test_prepared_copy_is_dropped_by_resynchronization(kind):
+DROPS = {
+    "step": lambda training, _: training.run(1),
+    "load": lambda training, early: training.state.load_state_dict(early),
     # Ranks that had begun the failed step have none: one that still returned its copy would leave them waiting.
-    training = trained(kind)
-    training.state.prepare_checkpoint()
-    training.ddp.resynchronize()
-    assert not is_prepared(training.state)
+    "resynchronization": lambda training, _: training.ddp.resynchronize(),
+}
+
+
+@pytest.mark.parametrize(
+    ("how", "wrapper"), [*((how, "gradwire") for how in DROPS), *((how, "pytorch") for how in ("step", "load"))]
+)
+@feedback_states
+@on_ranks(2)
+def test_prepared_copy_is_dropped(kind, how, wrapper):
+    training = Training(kind, wrapper)
+    for steps in (1, START + 2):  # plain, and compressed ones
+        training.run(steps)
+        early = training.state.state_dict()
+        training.state.prepare_checkpoint()
+        assert is_prepared(training.state)
+        DROPS[how](training, early)
+        assert not is_prepared(training.state)
 
 
 # --- sums over the ranks

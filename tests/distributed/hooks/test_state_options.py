@@ -85,31 +85,6 @@ def test_option_out_of_range_raises_with_name_value_and_expectation(case):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"matrix_approximation_rank": 2**40},
-        {"start_powerSGD_iter": 2**70},
-        {"start_powerSGD_iter": -3, "use_error_feedback": False, "warm_start": False},
-        {"min_compression_rate": 0.5},
-        {"min_compression_rate": 10**400},
-        {"orthogonalization_epsilon": 1e-8},
-        {"random_seed": -(2**80)},
-        {"compression_stats_logging_frequency": 0},
-        {"ranks": {"*": 0}, "stacks": {"*": 1}},
-        {"ranks": None, "stacks": None},
-        {"precision": "fp32"},
-        {"factor_wire": "int4"},
-    ],
-    ids=str,
-)
-def test_powersgd_option_in_range_is_kept(options):
-    state = PowerSGDState(None, **options)
-    for name, value in options.items():
-        if name != "compression_stats_logging_frequency":
-            assert getattr(state, name) == ({} if value is None else value)
-
-
-@pytest.mark.parametrize(
     ("state", "argument", "hint"),
     [
         (PowerSGDState, {"rank": 4}, "Did you mean matrix_approximation_rank=4?"),

@@ -9,14 +9,12 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
-from gradwire.comm.connections import executor_for
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradwire.hooks.quantization_hooks import QuantizationState
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState
 from tests.support.bits import assert_same_bits
 from tests.support.powersgd_checkpoints import EARLY
-from tests.support.training import SMALLEST, WRAPPERS, register, wrapped
-from tests.support.zoo import Probe
+from tests.support.training import SMALLEST, WRAPPERS, wrapped
 
 INT64_MAX = 2**63 - 1
 
@@ -260,74 +258,6 @@ def test_damaged_scaled_cast_state_raises_and_changes_nothing(damaged, entry):
     assert_refuses(state, damaged, entry)
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "message"),
-    [
-        ("iter", "4", "iter is '4'; expected a whole number"),
-        (
-            "errors",
-            torch.ones(2, 3),
-            r"errors is a strided Tensor of torch\.float32 of shape \(2, 3\).*; expected a dict",
-        ),
-        (
-            "errors",
-            {"a": [1.0]},
-            r"errors\['a'\] is \[1\.0\]; expected a dense tensor of torch\.float32 or torch\.float64",
-        ),
-        ("errors", {3: torch.ones(2)}, "errors has the name 3; expected a string"),
-        ("q", {"a": None}, r"q\['a'\] is None; expected a dense tensor"),
-        ("numel", [12], r"numel is \[12\]; expected a list of two whole numbers"),
-        ("numel", [12, "ten"], r"numel\[1\] is 'ten'; expected a whole number"),
-    ],
-)
-def test_refusal_of_a_state_shows_the_value_and_the_expectation(key, value, message):
-    assert re.match(message, refusal(PowerSGDState(None).load_state_dict, powersgd_state() | {key: value}))
-
-
-@pytest.mark.parametrize(
-    ("key", "shape", "expected"),
-    [
-        *(("errors", shape, "has shape") for shape in ((8, 18), (144,), (2, 72), (18, 8, 1))),  # of the right size
-        ("q", (1, 2, 8), "q['qkv.weight'] has shape (1, 2, 8); expected (3, rank, 8)"),  # not of three matrices
-        ("p", (1, 2, 18), "p['qkv.weight'] has shape (1, 2, 18); expected (3, rank, 6)"),
-    ],
-)
-def test_tensor_of_other_shape_raises_in_bound_state(key, shape, expected):
-    damaged = changed(powersgd_state(), key, torch.full(shape, 0.1), "qkv.weight")
-    assert_refuses(loaded_powersgd(bound=True), damaged, f"{key}['qkv.weight']", expected)
-
-
-FACTORS_ABOVE_RANK_4 = {
-    "q of a wide matrix": (4, 9, "q", (1, 5, 9)),
-    "p of a tall matrix": (9, 4, "p", (1, 5, 9)),
-    "q of a stack": (8, 5, "q", (2, 5, 5)),
-}
-
-
-@pytest.mark.parametrize("known", ["bound", "exempt", "by its error", "at the first step"])
-@pytest.mark.parametrize("case", FACTORS_ABOVE_RANK_4)
-def test_factor_of_rank_above_its_matrix_raises(world_of_one, case, known):
-    # The factor is no longer than its matrix, and alone: the other side would be refused for its own shape.
-    rows, columns, side, shape = FACTORS_ABOVE_RANK_4[case]
-    model = Probe((rows, columns))
-    options = {"ranks": {"*": 0}} if known == "exempt" else {"stacks": {"*": shape[0]}}
-    state = PowerSGDState(None, **EARLY, **options)
-    if known in ("bound", "exempt"):
-        state.bind(model)
-    errors = {"weights.0": torch.zeros(rows, columns)} if known == "by its error" else {}
-    good = {"iter": 4, "errors": errors, "q": {}, "p": {}, "numel": [0, 0]}
-    state.load_state_dict(changed(good, side, torch.full((shape[0], 4, shape[2]), 0.1), "weights.0"))
-    damaged = changed(good, side, torch.full(shape, 0.1), "weights.0")
-    if known != "at the first step":
-        assert_refuses(state, damaged, f"{side}['weights.0'] has shape {shape}")
-        return
-    state.load_state_dict(damaged)
-    ddp = WRAPPERS["gradwire"](model)
-    register(ddp, (state, powerSGD_hook))
-    message = refusal(ddp(torch.ones(rows, columns)).backward)
-    assert f"{side}['weights.0'] has shape {shape}" in message
-
-
 def test_factor_of_bucket_that_does_not_fit_other_side_raises():
     good = powersgd_state() | {"errors": {}}
     for names in (good["q"], good["p"]):
@@ -378,62 +308,6 @@ def test_loaded_errors_are_detached_plain_tensors():
     assert not error.requires_grad
 
 
-def test_errors_of_unknown_parameters_load_in_any_shape():
-    errors = {"a": torch.ones(4, 3), "b": torch.ones(()), "c": torch.ones(0, 3)}
-    state = powersgd_state() | {"errors": errors, "q": {}, "p": {}}
-    loaded = PowerSGDState(None)
-    loaded.load_state_dict(state)
-    assert_same_bits(memory(loaded), state)
-
-
-# --- shapes that only the first step can compare
-
-
-def current_transport():
-    """Of the hooks' algorithms; a failed step brings another one."""
-    return executor_for(None, torch.device("cpu")).transport
-
-
-# Entry, parameter and shape.
-WRONG_SHAPES = [
-    ("errors", "qkv.weight", (8, 18)),
-    ("errors", "head.weight", (18, 7)),
-    ("errors", "head.weight", (3, 3)),
-    ("q", "qkv.weight", (3, 2, 9)),
-    ("p", "qkv.weight", (2, 2, 9)),
-    ("q", "head.weight", (1, 2, 14)),
-]
-
-
-@pytest.mark.parametrize("when", ["bound later", "after plain steps"])
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize(("key", "name", "shape"), WRONG_SHAPES)
-def test_wrong_shape_raises_before_first_compressed_step_changes_anything(
-    world_of_one, wrapper, key, name, shape, when
-):
-    damaged = changed(powersgd_state(), key, torch.full(shape, 0.1), name)
-    for other in {"errors", "q", "p"} - {key}:  # or it is found by comparing the entries with each other
-        del damaged[other][name]
-    entry, state, model = f"{key}['{name}']", PowerSGDState(None, **OPTIONS), Model()
-    ddp = WRAPPERS[wrapper](model, bucket_cap_mb=SMALLEST)
-    if when == "after plain steps":
-        state.bind(model)
-        register(ddp, (state, powerSGD_hook))
-        step(ddp)
-        assert_refuses(state, damaged, entry)
-        return
-    state.load_state_dict(damaged)
-    before, transport = memory(state), current_transport()
-    sent = transport.payload_bytes
-    state.bind(model)
-    register(ddp, (state, powerSGD_hook))
-    message = refusal(step, ddp)
-    assert entry in message
-    assert "Load the state of this model" in message
-    assert transport.payload_bytes == sent
-    assert_same_bits(memory(state), before)
-
-
 # --- name patterns
 
 
@@ -479,10 +353,3 @@ def test_pattern_without_match_set_in_training_raises(world_of_one):
     step(ddp)
     state.ranks = {"tail.*": 1}
     assert "ranks['tail.*'] matches none" in refusal(step, ddp)
-
-
-def test_patterns_that_match_do_not_raise(world_of_one):
-    state = PowerSGDState(None, ranks={"head.*": 0, "*": 2}, stacks={"qkv.*t": 3}, **EARLY)
-    ddp = wrapped(model=Model(), hook=(state, powerSGD_hook))
-    for _ in range(4):
-        step(ddp)

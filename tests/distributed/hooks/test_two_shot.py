@@ -1,24 +1,19 @@
 """The two shots of an all-reduce, all-to-all and all-gather: on gloo groups, in an executor, in a single process."""
 
-import itertools
 import warnings
 import weakref
-from datetime import timedelta
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from gradwire.comm import GroupTransport, LocalTransport, Transport, run_algorithm
+from gradwire.comm import GroupTransport, Transport, run_algorithm
 from gradwire.comm.connections import connections_of, executor_for
 from gradwire.comm.transport import MAX_CELL_BYTES, MAX_PIECES, clear_frames, pieces_on_gloo
-from tests.support.ranks import from_all_ranks, on_ranks
+from tests.support.ranks import on_ranks
 
 CPU = torch.device("cpu")
-LIMIT = timedelta(minutes=1)
-names = itertools.count()
 SHAPES = [(1, 16), (3, 48), (8, 1), (2, 70_000), (4, 0), (0, 16)]  # pieces, bytes per cell
 
 
@@ -80,15 +75,6 @@ def test_both_shots_deliver_every_cell(way):
             shots = WAYS[way](message(rank, shape[0], world_size, shape[1]))
         for actual, expected in zip(shots, expected_shots(rank, world_size, shape), strict=True):
             assert torch.equal(actual, expected), shape
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_shots_of_a_single_process_copy(shape):
-    transport = LocalTransport()
-    shots = run_algorithm(two_shots(transport, message(0, shape[0], 1, shape[1])), transport)
-    for actual, expected in zip(shots, expected_shots(0, 1, shape), strict=True):
-        assert torch.equal(actual, expected)
-    assert transport.payload_bytes == shape[0] * shape[1]
 
 
 @on_ranks(2, 3)
@@ -184,17 +170,6 @@ def test_cell_has_the_bytes_that_a_fast_link_sends_in_a_round_trip():
     assert pieces_on_gloo(1 << 20, 2, round_trip=1e-4) == pieces_on_gloo(1 << 20, 2) == 8
 
 
-@on_ranks(2, 3)
-def test_ranks_know_one_round_trip_which_is_short_on_one_machine():
-    transport = connections_of(None).transport("round trip", CPU)
-    assert 0 < transport.round_trip < 0.01
-    assert len(set(from_all_ranks(transport.round_trip))) == 1
-
-
-def test_single_process_cuts_no_message():
-    assert LocalTransport().pieces(1 << 40) == 1
-
-
 CELLS = torch.zeros(2, 3, 16, dtype=torch.uint8)
 WRONG = {
     "two dimensions": (lambda t: t.all_to_all(CELLS, CELLS[0]), "sent is torch.uint8 of shape [3, 16]"),
@@ -218,33 +193,3 @@ def test_shot_of_wrong_tensors_raises(case):
     with pytest.raises(ValueError) as error:
         make(Transport(3))
     assert message_part in str(error.value)
-
-
-def signals():
-    """A store of this run's own, whose keys ranks set and wait for."""
-    return dist.PrefixStore(f"test_two_shot/{next(names)}", dist.distributed_c10d._get_default_store())
-
-
-@on_ranks(2, 3)
-def test_all_gather_of_a_bucket_overlaps_all_to_all_of_the_next():
-    # No other rank begins the second bucket before rank 0 has begun the all-gather of the first.
-    store, worker = signals(), executor_for(None, CPU)
-    rank, n = dist.get_rank(), dist.get_world_size()
-    start = worker.transport.start
-
-    def start_and_tell(collective, *group):
-        works = start(collective, *group)
-        if rank == 0 and group:
-            store.set("gathering", "")
-        return works
-
-    async def task(k):
-        if rank != 0 and k == 1:
-            store.wait(["gathering"], LIMIT)
-        return await two_shots(worker.transport, message(rank + 10 * k, 2, n, 100))
-
-    with mock.patch.object(worker.transport, "start", start_and_tell):
-        futures = [worker.submit(lambda _, k=k: task(k)) for k in range(2)]
-        for k, future in enumerate(futures):
-            expected = torch.stack([message(i + 10 * k, 2, n, 100) for i in range(n)]).sum(0) % 256
-            assert torch.equal(future.wait()[1], expected)

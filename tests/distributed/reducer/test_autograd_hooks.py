@@ -112,20 +112,6 @@ def test_bucket_launches_match_pytorch(worlds):
     launches_agree()
 
 
-def test_deferred_hook_records_once_and_notifies_the_second_time():
-    parameters = [nn.Parameter(torch.ones(1)) for _ in range(3)]
-    seen = Watcher(parameters)
-    seen.hooks.defer(bytes([1, 1, 0]))
-    (parameters[0] * parameters[1]).backward()
-    assert seen.calls == 0
-    (parameters[2] * 1).backward()
-    assert seen.calls == 1
-    assert sorted(seen.taken) == [0, 1, 2]
-    (parameters[1] * 1).backward()
-    assert seen.calls == 2
-    assert seen.taken[3:] == [1]
-
-
 def test_hooks_in_several_threads_lose_no_gradient():
     """Threads call deferred hooks while another thread stops deferring them: every gradient is taken once."""
     interval = sys.getswitchinterval()

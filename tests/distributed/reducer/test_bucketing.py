@@ -9,11 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gradwire.comm import GroupTransport
-from gradwire.reducer.bucket import DenseBucket, SparseBucket
 from gradwire.reducer.bucketing import (
     BucketOptions,
     assign_first_buckets,
-    make_buckets,
     rebuild_buckets,
     rebuilt_limits,
 )
@@ -99,15 +97,3 @@ def test_state_of_a_hook_chooses_the_bucket_size_unless_the_user_does():
     assert rebuilt_limits(options_of([torch.zeros(1)], hook_may_choose=False), state) == [128]
     with pytest.raises(ValueError, match=r"preferred_bucket_cap_mb of the hook's state, a SimpleNamespace, is -1"):
         rebuilt_limits(options, SimpleNamespace(preferred_bucket_cap_mb=-1))
-
-
-def test_buckets_hold_the_parameters_of_their_assignment_in_order():
-    parameters = [torch.nn.Parameter(torch.full((i + 1,), float(i))) for i in range(5)]
-    options = options_of(parameters, [False, False, True, False, False])
-    buckets = make_buckets(options, [[4, 3], [2], [0, 1]], None)
-    assert [type(bucket) for bucket in buckets] == [DenseBucket, SparseBucket, DenseBucket]
-    assert [(bucket.index(), bucket.is_last()) for bucket in buckets] == [(0, False), (1, False), (2, True)]
-    assert [bucket.members for bucket in buckets] == [[4, 3], [2], [0, 1]]
-    for bucket in buckets:
-        assert all(ours is parameters[i] for ours, i in zip(bucket.parameters(), bucket.members, strict=True))
-        assert bucket._names == [f"layer{i}.weight" for i in bucket.members]

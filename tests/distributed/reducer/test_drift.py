@@ -114,39 +114,6 @@ def test_broadcast_buffer_that_differs_raises():
     assert f"differ:\n  buffer {name}: " in message
 
 
-@pytest.mark.parametrize("hook", [None, "fp16", "powersgd", "int4", "scaled_fp16"])
-@on_ranks(2, 3)
-def test_comparing_every_step_changes_no_bits(hook):
-    def run(**options):
-        return train("gradwire", build("conv"), hook=hook, steps=8, **options)
-
-    assert_same_bits(run(check_every=1), run())
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"find_unused_parameters": True}, {"static_graph": True}, {"forward_sync_buffers": False}],
-    ids=["find unused", "static graph", "own buffers"],
-)
-@on_ranks(2)
-def test_ranks_that_agree_never_raise(options):
-    train("gradwire", "conv", steps=5, accumulate=2, check_every=1, **options)
-    train("gradwire", "mlp", steps=5, check_every=2, **options)
-
-
-@pytest.mark.parametrize("divide", [True, False], ids=["by all", "by the rest"])
-@on_ranks(2, 3)
-def test_joined_ranks_take_no_part(divide):
-    ddp = wrapped(check_every=1)
-    generator = own_batches()
-    with ddp.join(divide_by_initial_world_size=divide):
-        train_steps(ddp, 2 + 3 * dist.get_rank(), generator)
-    train_steps(ddp, 2, generator)
-    if is_last_rank():
-        change_parameter(ddp, None)
-    assert "parameter layers.2.weight" in message_of(train_steps, ddp, 1, generator)
-
-
 @on_ranks(2)
 def test_ranks_compare_in_the_same_step_after_one_has_counted_more():
     ddp = wrapped(check_every=2)
@@ -231,21 +198,6 @@ def test_checksum_depends_on_every_part_of_a_large_tensor(dtype):
     assert checksum(tensor) == before
 
 
-def test_checksums_of_inverted_bits_differ():
-    for values in ([0, -1], [5, -6]):
-        first, second = (checksum(torch.tensor([value], dtype=torch.int8)) for value in values)
-        assert first != second
-
-
-def test_checksum_sees_changes_that_cancel_in_a_sum():
-    tensor = torch.randn(1000, generator=torch.Generator().manual_seed(0))
-    before = checksum(tensor)
-    bits = tensor.view(torch.int32)
-    bits[3] += 1
-    bits[7] -= 1
-    assert checksum(tensor) != before
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
 def test_checksum_sees_opposite_changes_of_any_two_equal_elements(dtype):
     bits = torch.zeros(19, dtype=dtype).view(
@@ -268,17 +220,6 @@ def test_checksum_is_independent_of_strides_and_alignment():
     assert checksum(torch.empty(0)) == 0
     for strided in (torch.randn(10)[::2], torch.randn(4)[::4], torch.randn(5, 12)[:, ::2], torch.randn(9, 1)[:, 0]):
         assert checksum(strided) == checksum(strided.clone(memory_format=torch.contiguous_format))
-
-
-PAIRS = [([1, 1, 1, 1], [1, 2, 1, 0.5]), ([1, 2, 3, 5], [1, -2, 3, -5]), ([7, 2, 7, 2], [7, -2, 7, -2])]
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("pair", PAIRS, ids=str)
-def test_checksum_sees_opposite_changes_of_two_elements(pair, dtype):
-    first, second = (torch.tensor(values, dtype=dtype) for values in pair)
-    assert checksum(first) != checksum(second)
-    assert checksum(first.repeat(5)) != checksum(second.repeat(5))
 
 
 @on_ranks(2)

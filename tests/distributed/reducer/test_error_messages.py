@@ -145,10 +145,7 @@ ONCE = "can only be called once."
 MESSAGES = [
     ("Expected to have finished reduction in the prior iteration", unused),
     ("Expected to have finished reduction in the prior iteration", without_gradient_of("scale")),
-    (
-        "Since `find_unused_parameters=True` is enabled",
-        without_gradient_of("part.weight", find_unused_parameters=True),
-    ),
+    ("Since `find_unused_parameters=True` is enabled", without_gradient_of("part.weight", find_unused_parameters=True)),
     ("your training graph has changed in this iteration", unused_in_a_static_graph),
     ("Your training graph has changed in this iteration", used_more_often_in_a_static_graph),
     ("Expected to mark a variable ready only once.", backward_of(Part, BATCH, 2)),

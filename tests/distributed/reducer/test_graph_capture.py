@@ -99,18 +99,6 @@ def test_captured_step_is_not_timed_but_the_previous_one_is(capture):
     assert times.reported == 2
 
 
-def test_partly_captured_step_is_not_timed(capture):
-    times = StepTimes(GPU)
-    times.begin_forward()
-    with capture:
-        times.record(BACKWARD[0])
-    for event in (*BACKWARD[1:], "backward_comm_time_end"):
-        times.record(event)
-    assert "forward_compute_time" not in times.summary()
-    step(times)
-    assert times.summary()["forward_compute_time"] == 1_000_000
-
-
 class Buffer(torch.Tensor):
     """A tensor on the CPU that stands for one on a GPU: the streams that the allocator was told of are noted."""
 
@@ -174,14 +162,6 @@ def test_capture_is_found_whichever_device_is_current(capture, workspace):
     with capture:
         steps_with(workspace, 1000, 1)
     assert steps_with(workspace, 10) == large
-
-
-def test_buffer_captured_repeatedly_is_kept_once(capture, workspace):
-    steps_with(workspace, 1000)
-    for _ in range(3):
-        with capture:
-            steps_with(workspace, 1000, 1)
-    assert len(workspace._captured) == 1
 
 
 def test_buffer_is_recorded_on_every_stream_that_uses_it(capture, workspace):

@@ -1,10 +1,7 @@
 """Being PyTorch's class, copies, subgroups, and process groups that come and go."""
 
-import copy
 import gc
 import inspect
-import pickle
-import threading
 import weakref
 from unittest import mock
 
@@ -19,7 +16,6 @@ from gradwire.reducer import distributed
 from gradwire.reducer.logger import Logger
 from gradwire.reducer.reducer import Reducer
 from tests.support.bits import assert_same_bits
-from tests.support.powersgd_checkpoints import save_and_load
 from tests.support.ranks import from_all_ranks, on_ranks
 from tests.support.training import (
     HOOKS,
@@ -81,54 +77,6 @@ def test_arguments_state_dict_and_logging_data_match_pytorch():
         lambda ddp: ddp._has_rebuilt_buckets,
     ):
         assert surface(ours) == surface(theirs)
-
-
-@on_ranks(2, 3)
-def test_device_mesh_matches_pytorch():
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
-    records = [
-        train(wrapper, "mlp", steps=3, bucket_cap_mb=SMALL, **options)
-        for options in ({}, {"device_mesh": mesh})
-        for wrapper in WRAPPERS
-    ]
-    for record in records:
-        assert_same_bits(record, records[0])
-
-
-COPIES = {
-    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
-    "save": lambda model: save_and_load(model, weights_only=False),
-    "deepcopy": copy.deepcopy,
-}
-
-
-def model_and_copy(wrapper, how, trained):
-    """Gradients of a model and of its copy on the same batches, or the type of the error."""
-    model, generator = wrapped(wrapper), own_batches()
-    train_steps(model, trained, generator)
-    try:
-        twin = COPIES[how](model)
-    except Exception as error:
-        return type(error).__name__
-    steps = []
-    for _ in range(3):
-        batch = model.module.batch(generator)
-        for ddp in (model, twin):
-            ddp.zero_grad()
-            ddp(*batch).backward()
-        steps.append((gradients(model), gradients(twin)))
-    return steps
-
-
-@pytest.mark.parametrize("trained", [0, 3])
-@pytest.mark.parametrize("how", COPIES)
-@on_ranks(2, 3)
-def test_copies_train_like_pytorchs(how, trained):
-    theirs, ours = (model_and_copy(wrapper, how, trained) for wrapper in WRAPPERS)
-    assert_same_bits(ours, theirs)
-    for model, twin in ours[2:]:  # the copy starts with one bucket again, whose sums may have another order
-        for name in model:
-            torch.testing.assert_close(twin[name], model[name])
 
 
 # A group that only some ranks belong to must not put the others out of step.
@@ -194,13 +142,3 @@ def local_gradients(model):
     model.zero_grad()
     model(*model.batch(own_batches())).backward()
     return gradients(model)
-
-
-@on_ranks(2)
-def test_models_of_one_group_share_one_thread():
-    counts = []
-    for _ in range(2):
-        for _ in range(3):
-            train("gradwire", "mlp", hook="fp16", steps=2)
-        counts.append(sum(thread.name == "gradwire" for thread in threading.enumerate()))
-    assert counts[0] == counts[1]

@@ -166,21 +166,6 @@ def test_gradients_are_the_mean_in_reduce_dtype_from_the_first_step_on(loop, dty
         assert_same_bits(step, {name: mean([rank[name] for rank in ranks], reduce_dtype) for name in step})
 
 
-@dtypes
-@on_ranks(2, 3)
-def test_law2_trained_parameters_have_the_same_bits_on_all_ranks(dtype):
-    with no_streams():
-        torch.manual_seed(0)
-        ddp, generator = wrap("gradwire", Net(), dtype), own_batches()
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
-        for _ in range(4):
-            optimizer.zero_grad()
-            ddp(torch.randn(4, 5, generator=generator)).backward()
-            optimizer.step()
-    assert_same_on_all_ranks(from_all_ranks(ddp.state_dict()))
-    assert all(torch.isfinite(value).all() for value in ddp.state_dict().values())
-
-
 @on_ranks(2)
 def test_resynchronization_brings_full_precision_back():
     with no_streams():

@@ -23,55 +23,6 @@ def test_law4_no_hook_matches_pytorch(model, view, set_to_none):
 
 
 @views
-@pytest.mark.parametrize("model", ["conv", "lstm", "mixed", "odd"])
-@on_ranks(2, 3)
-def test_law4_accumulation_under_no_sync_matches_pytorch(model, view):
-    options = {"gradient_as_bucket_view": view, "accumulate": 3, "bucket_cap_mb": SMALL}
-    assert_parity(train, model=model, **options)
-
-
-@pytest.mark.parametrize(
-    "caps",
-    [
-        {},
-        {"bucket_cap_mb": SMALLEST},
-        {"bucket_cap_mb": 100},
-        {"bucket_cap_mb_list": [SMALLEST, SMALL]},
-        {"bucket_cap_mb_list": [SMALL, SMALLEST, 1]},
-    ],
-    ids=["default", "smallest", "huge", "small-list", "list"],
-)
-@pytest.mark.parametrize("model", ["mlp", "mixed"])
-@on_ranks(2, 3)
-def test_law4_any_bucket_cap_matches_pytorch(model, caps):
-    assert_parity(train, model=model, **caps)
-
-
-def bucket_layouts(wrapper, model, **options):
-    """Index, size, dtype and parameter shapes of every bucket that the hook gets, over the steps."""
-    seen = []
-
-    def hook(state, bucket):
-        shapes = [tuple(parameter.shape) for parameter in bucket.parameters()]
-        seen.append((bucket.index(), bucket.is_last(), bucket.buffer().numel(), str(bucket.buffer().dtype), shapes))
-        future = torch.futures.Future()
-        future.set_result(bucket.buffer())
-        return future
-
-    train(wrapper, model, hook=(None, hook), **options)
-    return seen
-
-
-@pytest.mark.parametrize(
-    "caps", [{}, {"bucket_cap_mb": SMALL}, {"bucket_cap_mb_list": [SMALLEST, SMALL]}], ids=["default", "cap", "list"]
-)
-@pytest.mark.parametrize("model", ["mlp", "lstm", "mixed", "frozen", "odd"])
-@on_ranks(2, 3)
-def test_law4_hooks_are_shown_pytorchs_buckets(model, caps):
-    assert_parity(bucket_layouts, model=model, **caps)
-
-
-@views
 @pytest.mark.parametrize("hook", [None, "fp16"])
 @on_ranks(2, 3)
 def test_law4_subgroups_match_pytorch(view, hook):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
 from tests.support.states import START, STATES, Ledger, Training, errors_of
-from tests.support.training import HOOKS, WRAPPERS, build, gradients, message_of, train_steps, wrapped
+from tests.support.training import WRAPPERS, build, gradients, message_of, train_steps, wrapped
 from tests.support.worker import leave_group
 
 N_CYCLES = 10
@@ -126,13 +126,6 @@ def test_process_group_destroyed_on_one_rank_raises_on_all(worlds, hook):
     assert all("The process group was destroyed" in text for text in here.value)
     assert "The process group was destroyed on rank 0" in peer.value[0]
     assert "resynchronize()" in peer.value[1]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("hook", HOOKS)
-def test_reinitialized_process_group_trains_with_every_hook(worlds, tmp_path, hook):
-    signals = str(tmp_path / "signals")
-    assert_nothing_open(worlds(3).run_fresh(train_in_groups, hook=hook, rendezvous="env://", signals=signals))
 
 
 # --- another process group after some steps

@@ -15,7 +15,6 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
 from tests.support.features import (
-    DDP,
     FEATURES,
     Parts,
     assert_parity,
@@ -411,14 +410,3 @@ def test_backward_finalized_at_a_wrong_time_raises():
         for when, part in parts.items():
             assert part in errors[when], when
     assert_same_on_all_ranks([seen for _, seen in results])
-
-
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-@on_ranks(2, 3)
-def test_copy_is_finalized_by_its_caller_too(how):
-    ddp = DDP(build("mlp"))
-    ddp.require_manual_backward_finalization = True
-    twin = copy.deepcopy(ddp) if how == "deepcopy" else pickle.loads(pickle.dumps(ddp))
-    twin(*twin.module.batch(own_batches())).backward()
-    twin.finalize_backward()
-    assert_same_on_all_ranks(from_all_ranks(gradients(twin)))

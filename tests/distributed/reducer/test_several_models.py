@@ -1,7 +1,5 @@
 """Several models in one process: one hook for all of them, one backward through them, one process group or several."""
 
-import copy
-import gc
 import itertools
 import threading
 from datetime import timedelta
@@ -16,15 +14,13 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_p
 
 import gradwire
 from gradwire.comm import connections
-from gradwire.hooks import _bucket, default_hooks, powerSGD_hook, quantization_hooks
+from gradwire.hooks import default_hooks, powerSGD_hook, quantization_hooks
 from gradwire.hooks._bucket import zero_copy
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
-from gradwire.reducer import parameters
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
 from tests.support.ranks import from_all_ranks, on_ranks
 from tests.support.training import (
     WRAPPERS,
-    FailsInBackward,
     build,
     error_of,
     failing_hook,
@@ -115,18 +111,6 @@ def train_with_shared_layer(first, second, hook):
 @on_ranks(2)
 def test_layer_shared_by_two_wrappers_has_pytorchs_gradients(hook, pair):
     assert_same_bits(train_with_shared_layer(*pair, hook), train_with_shared_layer("pytorch", "pytorch", hook))
-
-
-@on_ranks(2)
-def test_wrappers_that_share_a_layer_find_each_other_in_a_frozen_heap():
-    # The garbage collector finds no wrapper there.
-    gc.collect()
-    theirs = train_with_shared_layer("pytorch", "pytorch", "fp16")
-    with (
-        mock.patch.object(_bucket, "live_wrappers", lambda: []),
-        mock.patch.object(parameters, "live_wrappers", list),
-    ):
-        assert_same_bits(train_with_shared_layer("gradwire", "gradwire", "fp16"), theirs)
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
@@ -231,37 +215,6 @@ def test_hook_in_another_group_of_the_same_ranks_starts_again_with_its_ddp(hook)
     assert_same_on_all_ranks(from_all_ranks(train_steps(ddp, 3)))
 
 
-@on_ranks(2, limit=90)
-def test_one_state_for_two_models_uses_the_process_group_of_each():
-    state = default_hooks.CastState()
-    hook = state, default_hooks.fp16_compress_hook
-    models = [wrapped(seed=seed, group=dist.new_group(), hook=hook) for seed in range(2)]
-    for ddp in models:
-        train_steps(ddp)
-    assert fail_on_rank_1(models[0]) == ["RuntimeError", "Fault"][dist.get_rank()]
-    models[0].resynchronize()
-    seen = [train_steps(ddp) for _ in range(3) for ddp in models]
-    assert state.process_group is None
-    assert_same_on_all_ranks(from_all_ranks(seen))
-
-
-@pytest.mark.parametrize("hook", ["cast state", "int4", "powersgd"])
-@on_ranks(3)
-def test_state_without_a_group_averages_over_the_ranks_of_its_model(hook):
-    make, function = STATES[hook]
-    state = make(None)
-    for group in (dist.group.WORLD, half_of_three()):
-        (seen,) = train_steps(wrapped(group=group, hook=(state, function)))
-        local = build("mlp")
-        local(*local.batch(own_batches())).backward()
-        for name, gradient in gradients(local).items():
-            dist.all_reduce(gradient, group=group)
-            mean = gradient / dist.get_world_size(group)
-            torch.testing.assert_close(seen[name], mean, rtol=0, atol=1e-2 * mean.abs().max().item() + 1e-6)
-        if hook != "cast state":  # which serves one model at a time
-            state = copy.deepcopy(state)
-
-
 @pytest.mark.parametrize("hook", ["cast state", "int4", "powersgd", "scaled"])
 @on_ranks(3, limit=60)
 def test_other_ranks_assigned_to_a_registered_state_raise(hook):
@@ -274,17 +227,6 @@ def test_other_ranks_assigned_to_a_registered_state_raise(hook):
     kind, text = error_of(train_steps, ddp)
     assert kind == "ValueError"
     assert "would be averaged over other ranks than its parameters" in text
-
-
-@on_ranks(3, limit=60)
-def test_wrong_group_raises_although_an_older_wrapper_is_alive():
-    half, module, models = half_of_three(), build("mlp"), []
-    for _ in range(2):  # the older one is still alive
-        models.append(WRAPPERS["pytorch"](module, process_group=half))
-        models[-1].register_comm_hook(None, default_hooks.fp16_compress_hook)
-    kind, text = error_of(train_steps, models[1])
-    assert kind == "ValueError"
-    assert "The default group has ranks [0, 1, 2], the DistributedDataParallel" in text
 
 
 @pytest.mark.parametrize("second", WRAPPERS)
@@ -419,18 +361,6 @@ def test_failure_while_another_thread_connects_raises_in_that_thread(use):
 def test_two_threads_on_groups_of_their_own_train():
     errors, seen = train_in_two_threads("gradwire", default_hooks.fp16_compress_hook, same_group=False)
     assert errors == [None, None]
-    assert_same_on_all_ranks(from_all_ranks(seen))
-
-
-@on_ranks(2)
-def test_model_wrapped_again_in_another_thread_trains():
-    group, seen = dist.new_group(), []
-    ddp = wrapped(group=group)
-    handle = ddp.module.layers[0].register_forward_hook(lambda module, args, output: FailsInBackward.apply(output))
-    assert error_of(train_steps, ddp)[0] == "Fault"  # on all ranks
-    handle.remove()
-    in_threads(lambda: seen.extend(train_steps(wrapped(group=group))))
-    assert len(seen) == 1
     assert_same_on_all_ranks(from_all_ranks(seen))
 
 

@@ -68,13 +68,6 @@ def test_law4_sparse_gradients_match_pytorch(kind, hook, view, clear):
     assert clear == "kept" or steps[-1]["first.weight"][0], "sparse, as without a wrapper"
 
 
-@views
-@pytest.mark.parametrize("kind", ["alone", "mixed", "shared"])
-@on_ranks(3)
-def test_law4_sparse_gradients_match_pytorch_on_three_ranks(kind, view):
-    assert_parity(train_words, kind=kind, hook="none", view=view, clear="to-none")
-
-
 # PyTorch's DDP fails where a sparse gradient is undefined on some rank.
 @clearings
 @views

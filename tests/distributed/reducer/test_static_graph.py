@@ -31,14 +31,6 @@ def test_law4_static_graph_matches_pytorch(plan, hook, view):
     assert_parity(run_plan, static_graph=True, plan=plan, hook=hook, view=view)
 
 
-@pytest.mark.parametrize("clear", ["to-zero", "kept"])
-@views
-@static_plans
-@on_ranks(2)
-def test_law4_static_graph_with_earlier_gradients_matches_pytorch(plan, view, clear):
-    assert_parity(run_plan, static_graph=True, plan=plan, view=view, clear=clear)
-
-
 def not_reentrant(part, x):
     return checkpoint(part, x, use_reentrant=False)
 

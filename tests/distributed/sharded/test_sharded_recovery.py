@@ -280,19 +280,6 @@ def test_resynchronize_raises_on_all_ranks_where_a_checkpoint_is_needed():
     assert error_of(backward, model, 1) is None
 
 
-@pytest.mark.parametrize(("who", "kind"), [((0, 1), "hsdp-within"), ((0, 2), "hsdp")])
-@on_ranks(4)
-def test_checkpoint_loaded_on_some_ranks_only_raises_on_all(who, kind):
-    place, arguments = KINDS[kind]
-    model = sharded(place)
-    attachment = gradwire.attach(model, **arguments())
-    saved = attachment.state_dict()
-    if dist.get_rank() in who:
-        attachment.load_state_dict(saved)
-    assert "loaded since the last handshake: True on rank" in message_of(backward, model, 0)
-    attachment.resynchronize()  # other tests use the same process groups
-
-
 @pytest.mark.parametrize("kind", ["replicate", "fsdp"])
 @on_ranks(4)
 def test_checkpoint_loaded_later_on_some_ranks_only_raises_on_all(kind):

@@ -14,7 +14,6 @@ import gradwire
 from gradwire.hooks.default_hooks import bf16_compress_hook
 from gradwire.hooks.quantization_hooks import QuantizationState
 from gradwire.sharded import ReduceScatterOptions, torch_internals
-from gradwire.sharded.shards import QuantizedReduceScatter
 from tests.support.bits import assert_same_bits
 from tests.support.ranks import on_ranks
 from tests.support.sharded import (
@@ -24,7 +23,6 @@ from tests.support.sharded import (
     contributions,
     gradients,
     mesh,
-    message_after_fault_on_rank_1,
     missing_over,
     norm,
     sharded,
@@ -50,20 +48,6 @@ def divided(place, division):
         if setting is not None and isinstance(module, FSDPModule):
             setting(module)
     return model
-
-
-@pytest.mark.parametrize(("wire", "bound"), [("int8", 2e-2), ("int4", 0.3)])
-@pytest.mark.parametrize("place", SHARDED)
-@on_ranks(4)
-def test_quantized_reduce_scatter_is_near_the_exact_sum(place, wire, bound):
-    native, ours = sharded(place), sharded(place)
-    gradwire.attach(ours, within=wire)
-    for model in (native, ours):
-        backward(model, 0)
-    missing = {name: gradients(ours)[name] - gradient for name, gradient in gradients(native).items()}
-    assert 0 < norm(missing.values()) <= bound * norm(gradients(native).values())
-    bias = missing["between.bias"]  # in 16 bits
-    assert norm([bias]) <= 2**-8 * norm([gradients(native)["between.bias"]]) + 1e-8
 
 
 @pytest.mark.parametrize("error_dtype", [torch.float32, torch.bfloat16])
@@ -239,16 +223,6 @@ def test_damaged_checkpoint_of_reduce_scatter_errors_raises_and_changes_nothing(
         )
 
 
-@on_ranks(4)
-def test_failure_of_a_reduce_scatter_raises_the_reason_on_all_ranks():
-    model = sharded("fsdp")
-    gradwire.attach(model, within="int4")
-    backward(model, 0)
-    message = message_after_fault_on_rank_1(gradwire.sharded.shards, "quantized_reduce_scatter", model)
-    assert "on one rank" in message
-    assert "on one rank" in message_of(backward, model, 2)
-
-
 @pytest.mark.parametrize("place", SHARDED)
 @on_ranks(4)
 def test_law1_holds_while_parameters_are_frozen_and_trained_again(place):
@@ -286,18 +260,3 @@ def test_rounding_is_independent_between_ranks_and_between_shards():
     shards = heads.chunk(4)
     assert all(not one.equal(other) for one, other in itertools.combinations(shards, 2))
     assert len(heads.unique(dim=0)) > 60  # the rows of a shard, too
-
-
-@on_ranks(4, limit=60)
-def test_errors_of_a_checkpoint_survive_a_failure_before_their_first_step():
-    model, again = sharded("fsdp"), sharded("fsdp")
-    options = ReduceScatterOptions(wire="int4", error_dtype=torch.float32)
-    attachment, loaded = (gradwire.attach(each, within=options) for each in (model, again))
-    backward(model, 0)
-    saved = attachment.state_dict()
-    loaded.load_state_dict(saved)
-    assert "on one rank" in message_after_fault_on_rank_1(QuantizedReduceScatter, "_reduce", again)
-    loaded.resynchronize()
-    for name, error in loaded.state_dict()["within"].items():
-        torch.testing.assert_close(error.to_local(), saved["within"][name].to_local(), atol=1e-7, rtol=1e-6)
-    assert norm([each.to_local() for each in saved["within"].values()]) > 1e-3
