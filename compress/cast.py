@@ -25,13 +25,16 @@ async def cast_all_reduce(step: Step, dtype: torch.dtype | None = None, divisor:
         dtype: wire dtype, fp16 or bf16; None: the gradients' own, a plain all-reduce.
         divisor: n, by default the world size; lower if some ranks contribute nothing.
     """
-    table, flat = step.source.table, step.target.flat
-    dtype = dtype or table.dtype
-    wire = flat if flat is not None and flat.dtype == dtype else step.workspace.wire(table.numel, dtype)
-    step.source.flatten(wire, scale=1 / (divisor or step.transport.world_size))
+    source, target, flat = step.source, step.target, step.target.flat
+    dtype = dtype or source.table.dtype
+    if flat is not None and flat.dtype == dtype:
+        wire = flat
+    else:
+        (wire,) = step.workspace.wires((source.table.numel, dtype))
+    source.table.kernels.flatten(source.tensors, source.table, wire, 1 / (divisor or step.transport.world_size))
     await step.transport.all_reduce(wire)
     if wire is not flat:
-        step.target.unflatten(wire)
+        target.table.kernels.unflatten(wire, target.tensors, target.table, 1.0, None)
 
 
 async def sparse_all_reduce(gradient: Tensor, transport: Transport, divisor: int) -> Tensor:

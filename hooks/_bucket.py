@@ -82,6 +82,7 @@ class Bucket:
         dtype: real dtype of the gradients, or of the buffer that a wrapper has set instead.
         is_sparse: whether the bucket is one sparse gradient, which `reduce_bucket` averages uncompressed.
         zero_copy: whether `work` may return the gradients themselves; else they are in a flat buffer.
+        first: the first parameter, by which a handshake knows the model.
         names: plain names of the parameters; None if the bucket does not know them.
         process_group: the ranks to average over; None if they are not known.
         note_use: with a user's hook, called with the settings and the process group of each of gradwire's hooks that it
@@ -95,6 +96,7 @@ class Bucket:
     is_final: bool
     device: torch.device
     dtype: torch.dtype
+    first: torch.Tensor
     is_sparse = False
     zero_copy = False
     names: tuple[str, ...] | None = None
@@ -143,7 +145,7 @@ class TorchBucket(Bucket):
 
     def __init__(self, bucket: GradBucket) -> None:
         self._bucket, self._buffer = bucket, bucket.buffer()
-        self.position, self.is_final = bucket.index(), bucket.is_last()
+        self.position, self.is_final, self.first = bucket.index(), bucket.is_last(), bucket.parameters()[0]
         self.device, self.dtype, self.is_sparse = self._buffer.device, self._buffer.dtype, self._buffer.is_sparse
 
     def parameters(self) -> list[torch.Tensor]:

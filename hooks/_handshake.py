@@ -121,7 +121,7 @@ class Handshake:
         agreement = agreements.get(state.hook_name)
         if agreement is None or agreement.generation != connections.generation:
             agreement = agreements[state.hook_name] = _Agreement(connections.generation)
-        again = bucket.parameters()[0] in agreement.parameters
+        again = bucket.first in agreement.parameters
         if again and agreement.settings == settings:
             return connections
         names = state._parameter_names(bucket)

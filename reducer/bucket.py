@@ -43,7 +43,7 @@ class BucketBase(hooks.Bucket):
         self._names = spec.names
         self.members = spec.members
         # For hooks; the reducer sets the others in each launch.
-        self.position, self.is_final = spec.index, spec.is_last
+        self.position, self.is_final, self.first = spec.index, spec.is_last, spec.parameters[0]
         self.device, self.dtype = spec.parameters[0].device, spec.parameters[0].dtype.to_real()
         self.names = tuple(map(hooks.plain_name, spec.names))
         self.model_parameters = spec.model_parameters
@@ -193,7 +193,7 @@ class DenseBucket(BucketBase):
         A gradient is copied if it is
 
         - in another layout than its parameter's: the copy becomes ``.grad``;
-        - in another wrapper, too (``shared``, by position), or aliased (see `owns_memory`, also for ``incoming``): with
+        - in another wrapper, too (``shared``, by position), or aliased (see `aliased`, also for ``incoming``): with
           ``zero_copy``, results are written before the backward ends. `finish` copies the result back;
         - ``unused`` on this rank: if no rank has a gradient, ``.grad`` must not change. The copy is reduced, or with
           ``as_view`` kept.
@@ -205,6 +205,9 @@ class DenseBucket(BucketBase):
         self._needs_buffer = False
         grads: list[Tensor] = []
         dtype, shapes = self._table.source_dtype, self._table.shapes
+        aliased: Collection[int] = ()
+        if zero_copy and not self.as_view:
+            aliased = torch_internals.aliased([parameter.grad for parameter in self._parameters], incoming)
         for i, (parameter, stride) in enumerate(zip(self._parameters, self._strides, strict=True)):
             grad = parameter.grad
             if grad is not None and (grad.dtype != dtype or grad.shape != shapes[i]):
@@ -213,9 +216,7 @@ class DenseBucket(BucketBase):
                 grad = self._in_layout(i, grad)
                 if i not in unused:
                     parameter.grad = grad
-            elif not self.as_view and (
-                i in unused or (zero_copy and (i in shared or not torch_internals.owns_memory(grad, incoming)))
-            ):
+            elif not self.as_view and (i in unused or (zero_copy and (i in shared or i in aliased))):
                 grad = grad.clone()
             grads.append(grad.detach() if grad.requires_grad else grad)
         self.stand_ins, self._scale = list(unused), 1.0

@@ -21,9 +21,9 @@ from gradwire.compress._validation import check_whole_number
 from gradwire.hooks import default_hooks
 from gradwire.hooks.hook_state import HookState
 from gradwire.reducer import errors, torch_internals
-from gradwire.reducer.backward import Exchange
 from gradwire.reducer.bucketing import BucketOptions
 from gradwire.reducer.drift import DriftCheck
+from gradwire.reducer.exchange import Exchange
 from gradwire.reducer.logger import Logger
 from gradwire.reducer.mixed_precision import check_config, remove_copy_hooks, restore_parameters
 from gradwire.reducer.model_sync import JoinedRank, begin_together, broadcast_coalesced, resynchronize, verify_model

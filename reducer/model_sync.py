@@ -25,7 +25,7 @@ from gradwire.comm.torch_internals import all_groups, collective_counts, unique_
 from gradwire.hooks._handshake import digest
 from gradwire.hooks.hook_state import HookState, share_hook_state
 from gradwire.reducer import torch_internals
-from gradwire.reducer.backward import Exchange
+from gradwire.reducer.exchange import Exchange
 from gradwire.reducer.reducer import Reducer
 
 MAX_BROADCASTS_IN_FLIGHT = 2  # one message is sent while the next is packed

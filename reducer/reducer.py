@@ -1,12 +1,17 @@
-"""The reducer: launches each bucket's reduction as its gradients become ready, and writes the results back."""
+"""The reducer: launches each bucket's reduction as its gradients become ready, and writes the results back.
+
+`Backward` is the state of one backward, `AutogradHooks` tell which gradients are ready, `StepTimes` measures.
+"""
 
 from __future__ import annotations
 
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from enum import Enum
 from itertools import chain
 from typing import Any, NamedTuple, NoReturn, cast
 
@@ -14,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
+from torch.utils.hooks import RemovableHandle
 
 from gradwire.comm.connections import ADVICE
 from gradwire.comm.torch_internals import NO_BACKWARD, current_backward, profiler_range, queue_callback
@@ -21,8 +27,8 @@ from gradwire.comm.transport import clear_frames, wait_for
 from gradwire.compress import Step, cast_all_reduce
 from gradwire.hooks._bucket import is_gradwire_hook, is_zero_copy, reduce_bucket
 from gradwire.hooks.hook_state import HookState, check_pairing, in_group
+from gradwire.kernels import is_capturing
 from gradwire.reducer import errors, torch_internals
-from gradwire.reducer.backward import AutogradHooks, Backward, Exchange, Phase, StepTimes
 from gradwire.reducer.bucket import Bucket, DenseBucket, TakeBack
 from gradwire.reducer.bucketing import (
     Assignment,
@@ -33,6 +39,7 @@ from gradwire.reducer.bucketing import (
     rebuilt_limits,
 )
 from gradwire.reducer.drift import DriftCheck
+from gradwire.reducer.exchange import Exchange
 from gradwire.reducer.mixed_precision import restore_parameters
 from gradwire.reducer.parameters import DelayedGradients, ModelWatch, UsedParameters, find_unused
 
@@ -706,6 +713,247 @@ class Reducer:
             if isinstance(state, HookState):
                 state._follows_model = True
         self.exchange.update_process_group(process_group)
+
+
+class Phase(Enum):
+    """The progress of a backward."""
+
+    PREPARED = "no gradient is ready yet"
+    REDUCING = "gradients are ready, and buckets are launched once they are complete"
+    DONE = "all results are in the gradients, or the backward was discarded"
+    AGAIN = "gradients of a further backward of a synchronized forward come in; its end reduces all buckets"
+
+
+class Backward:
+    """The state of one synchronized backward pass.
+
+    A gradient is *ready* once autograd adds nothing more to it. A bucket is *complete* once all its gradients are
+    ready. It is *launched* once it and all buckets before it are complete.
+
+    Args:
+        buckets: the buckets.
+        n_parameters: number of parameters.
+        phase: the first phase.
+        may_leave_out: whether parameters may stay without a gradient: the ranks then exchange which have one.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], n_parameters: int, phase: Phase, may_leave_out: bool) -> None:
+        self.phase, self.may_leave_out = phase, may_leave_out
+        self.is_again = phase is Phase.AGAIN  # whether it is not the first of its forward
+        self.ready = bytearray(n_parameters)  # 1 for each parameter whose gradient is ready
+        self.ready_order: list[int] = []  # of parameters, as autograd completed their gradients; without unused ones
+        self.n_pending = [len(bucket.members) for bucket in buckets]  # gradients that each bucket still waits for
+        self.expected_last = bytearray(n_parameters)  # 1 for the only parameter of its bucket whose hook notifies
+        self.calls = [0] * n_parameters  # of each parameter's autograd hook, with a static graph
+        self.n_launched = 0  # buckets, skipped ones included
+        self.skipped: set[int] = set()  # positions of the buckets that are not reduced: no parameter of them is used
+        self.futures: list[Future[Any] | None] = [None] * len(buckets)  # None before the launch, and if not reduced
+
+    @property
+    def missing(self) -> list[int]:
+        """The parameters whose gradients are not ready."""
+        return [index for index, is_ready in enumerate(self.ready) if not is_ready]
+
+    def take_values(self) -> list[Any]:
+        """The values of the futures that are done; None for the others and for failed ones. Drops the futures.
+
+        On a GPU, the current stream waits for the values.
+        """
+        values = []
+        while self.futures:
+            future = self.futures.pop(0)
+            try:
+                values.append(future.wait() if future is not None and future.done() else None)
+            except Exception as error:
+                clear_frames(error)
+                values.append(None)
+            finally:
+                del future  # it holds the error, too
+        return values
+
+    def deferrable(
+        self, buckets: Sequence[Bucket], first: int, unused: Sequence[int], expected_calls: Sequence[int] | None
+    ) -> bytearray:
+        """The mask of parameters whose autograd hooks need only record: see `AutogradHooks`.
+
+        Not the one expected last in each bucket, nor gradients that come ``first``, never, or in several calls.
+        """
+        mask = bytearray(b"\1") * len(self.ready)
+        for index in unused:
+            mask[index] = 0
+        if expected_calls is not None:
+            for index, (expected, calls) in enumerate(zip(expected_calls, self.calls, strict=True)):
+                if expected - calls > 1:
+                    mask[index] = 0
+        for bucket in buckets:
+            for last in reversed(bucket.members):
+                if mask[last]:
+                    mask[last], self.expected_last[last] = 0, 1
+                    break
+        mask[first] = 0
+        return mask
+
+
+class AutogradHooks:
+    """Hooks on the autograd nodes of the parameters, which call back only where a gradient can complete a bucket.
+
+    A call from autograd into Python is the largest cost of a small parameter in a backward, and a bucket waits for its
+    last gradient. So the hook of a *deferred* parameter only records its index, once; the next hook that is not
+    deferred calls ``notify``, which takes all recorded indices.
+
+    Args:
+        parameters: the parameters, by index. None of their hooks is deferred.
+        notify: called with the gradient that has come in, from any of autograd's threads; takes the `recorded` indices,
+            which another call may have taken.
+
+    Attributes:
+        nodes: the autograd node of each parameter that accumulates its gradient.
+        recorded: indices of completed gradients that ``notify`` has not taken yet, in order. Other threads append.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], notify: Callable[[Tensor | None], None]) -> None:
+        self._parameters = parameters
+        self.nodes = [torch_internals.gradient_node(parameter) for parameter in parameters]
+        self.recorded: list[int] = []
+        self._deferred = bytearray(len(parameters))
+        # The nodes must not keep the reducer alive: a module may be wrapped again, and the old reducer is then freed.
+        method = weakref.WeakMethod(notify)
+        self._hooks = [_make_hook(index, self.recorded, self._deferred, method) for index in range(len(self.nodes))]
+        self._handles = [node.register_hook(hook) for node, hook in zip(self.nodes, self._hooks, strict=True)]
+        weakref.finalize(self, _remove_all, self._handles)
+
+    def reset(self) -> None:
+        """Drop the recorded indices, and defer no hook any longer."""
+        self.recorded.clear()
+        self._deferred[:] = bytes(len(self._deferred))
+
+    def record(self, index: int) -> None:
+        """Act as the hook of a parameter whose gradient came through another autograd node."""
+        self._hooks[index](None, (None,))
+
+    def defer(self, mask: bytes | bytearray) -> None:
+        """Defer the hooks of the parameters that have a 1 in ``mask``, once each; no others."""
+        self._deferred[:] = mask
+
+    def expect_one(self, members: Iterable[int], ready: bytearray) -> int | None:
+        """Stop deferring one of these parameters whose gradient is not ready; returns it. None if none is deferred."""
+        for index in members:
+            if self._deferred[index] and not ready[index]:
+                self._deferred[index] = 0
+                return index
+        return None
+
+    def find_lost(self, indices: Iterable[int]) -> int | None:
+        """The first of these parameters whose gradient another node accumulates, without the hook; None if none."""
+        for index in indices:
+            parameter = self._parameters[index]
+            if parameter.requires_grad and torch_internals.gradient_node(parameter) is not self.nodes[index]:
+                return index
+        return None
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        _remove_all(self._handles)
+
+
+def _make_hook(
+    index: int, recorded: list[int], deferred: bytearray, notify: weakref.WeakMethod[Callable[[Tensor | None], None]]
+) -> Callable[[object, Sequence[Tensor | None]], None]:
+    record = recorded.append
+
+    def hook(_: object, incoming: Sequence[Tensor | None]) -> None:
+        record(index)  # first: a thread that stops deferring it meanwhile must find it
+        if deferred[index]:
+            deferred[index] = 0
+        elif (method := notify()) is not None:
+            method(incoming[0])
+
+    return hook
+
+
+def _remove_all(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+    handles.clear()
+
+
+TIMED_ITERATIONS = 10  # number of first iterations that are all timed
+_DURATIONS = {
+    "forward_compute_time": ("forward_compute_time_start", "backward_compute_time_start"),
+    "backward_compute_time": ("backward_compute_time_start", "backward_compute_time_end"),
+    "backward_comm_time": ("backward_comm_time_start", "backward_comm_time_end"),
+    "backward_compute_comm_overlap_time": ("backward_comm_time_start", "backward_compute_time_end"),
+}
+
+
+class StepTimes:
+    """Durations of the forward, of the backward and of its communication, in nanoseconds, and their averages.
+
+    The first `TIMED_ITERATIONS` are timed, then one in ``sample_rate``; on a GPU, on the current stream. Nothing waits
+    for the device: a step that has not ended when its times are read does not count, nor one captured in a CUDA graph,
+    because recording or querying a timing event would end the capture.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.sample_rate = 100
+        self.iterations = 0  # synchronized forwards so far
+        self.reported = 0  # index of the last timed iteration, which PyTorch reports as the iteration
+        self.unused_bytes = 0  # size of the parameters that the last backward left out on this rank
+        self.n_reduced = 0  # buckets that the last backward reduced
+        self._device, self._is_gpu = device, device.type == "cuda"
+        self._is_timed = False
+        self._marks: dict[str, Any] = {}  # nanoseconds, or on a GPU events
+        self._unix_times: dict[str, int] = {}
+        self._last: dict[str, int] = {}
+        self._sums: dict[str, int] = {}
+        self._n_timed = 0
+
+    def begin_forward(self) -> None:
+        """Count a synchronized forward; add the previous step's times to the averages."""
+        self._settle()
+        is_due = self.iterations <= TIMED_ITERATIONS or self.iterations % self.sample_rate == 0
+        self._is_timed = is_due and not (self._is_gpu and is_capturing(self._device))
+        if self._is_timed:
+            self.reported = self.iterations
+            self._marks, self._unix_times = {}, {}
+        self.iterations += 1
+        self.record("forward_compute_time_start")
+
+    def record(self, event: str) -> None:
+        """Record the time of an event in ``_DURATIONS``: the first of its name in an iteration that is timed."""
+        if not self._is_timed or event in self._marks:
+            return
+        if self._is_gpu and is_capturing(self._device):
+            self._is_timed = False
+            self._marks, self._unix_times = {}, {}
+            return
+        if self._is_gpu:
+            now = torch.cuda.Event(enable_timing=True)
+            now.record(torch.cuda.current_stream(self._device))
+            self._marks[event] = now
+        else:
+            self._marks[event] = time.perf_counter_ns()
+        self._unix_times[event] = time.time_ns()
+
+    def _settle(self) -> None:
+        """Compute the durations of a timed iteration once it has ended."""
+        end = self._marks.get("backward_comm_time_end")
+        if end is None or (self._is_gpu and (is_capturing(self._device) or not end.query())):
+            return
+        for name, (first, last) in _DURATIONS.items():
+            begin, end = self._marks[first], self._marks[last]
+            self._last[name] = max(0, int(1e6 * begin.elapsed_time(end)) if self._is_gpu else end - begin)
+            self._sums[name] = self._sums.get(name, 0) + self._last[name]
+        self._n_timed += 1
+        self._is_timed = False
+        self._marks = {}
+
+    def summary(self) -> dict[str, int]:
+        """The last durations, the Unix times of their events, and the averages, under PyTorch's names."""
+        self._settle()
+        averages = {f"avg_{name}": total // self._n_timed for name, total in self._sums.items()}
+        counts = {"unused_parameter_size": self.unused_bytes, "num_buckets_reduced": self.n_reduced}
+        return self._last | self._unix_times | averages | counts
 
 
 def _make_output_hook(reference: weakref.ref[Reducer]) -> Callable[[Tensor], None]:

@@ -79,25 +79,33 @@ def gradient_node(tensor: Tensor) -> Node:
     return get_gradient_edge(tensor).node
 
 
-def owns_memory(gradient: Tensor, incoming: Tensor | None = None) -> bool:
-    """Whether the memory of a parameter's ``.grad`` can be reached only through ``.grad``.
+def aliased(gradients: Sequence[Tensor | None], incoming: Tensor | None = None) -> list[int]:
+    """The positions of the gradients whose memory can be reached otherwise than through ``.grad`` of their parameters.
 
     AccumulateGrad makes ``.grad`` an alias of the gradient that comes in, if nothing else holds that tensor. But it may
     be a view of one that others read later: ``h + p.view(...)`` gives both h and p views of one gradient.
 
     Args:
-        gradient: ``.grad``, dense.
+        gradients: ``.grad`` of some parameters, dense.
         incoming: the gradient that has come in, while the hooks of its AccumulateGrad run: autograd holds it until they
             have returned, and with it the tensor that it is a view of.
     """
-    storage = gradient.untyped_storage()
-    others = torch._C._storage_Use_Count(storage._cdata) - 2  # without ``gradient`` and ``storage``
-    if others == 0 or incoming is None or incoming.untyped_storage()._cdata != storage._cdata:
-        return bool(others == 0)
-    base = incoming._base
-    # Only ``incoming`` and its Python object hold the base, and nothing else holds that object.
-    is_base_theirs = base is not None and base._use_count() == 2 and sys.getrefcount(base) == _OWN_BASE  # type: ignore[attr-defined]
-    return bool(others == 1 + is_base_theirs)
+    found, of_incoming = [], None if incoming is None else incoming.untyped_storage()._cdata
+    for i, gradient in enumerate(gradients):
+        if gradient is None:
+            continue
+        storage = gradient.untyped_storage()
+        others = torch._C._storage_Use_Count(storage._cdata) - 2  # without ``gradient`` and ``storage``
+        expected = 0
+        if others > 0 and storage._cdata == of_incoming:
+            assert incoming is not None
+            base = incoming._base
+            # Only ``incoming`` and its Python object hold the base, and nothing else holds that object.
+            is_base_theirs = base is not None and base._use_count() == 2 and sys.getrefcount(base) == _OWN_BASE  # type: ignore[attr-defined]
+            expected = 1 + is_base_theirs
+        if others != expected:
+            found.append(i)
+    return found
 
 
 def _count_of_own_base() -> int:

@@ -50,7 +50,7 @@ class ShardBucket(Bucket):
         self.names = tuple(map(plain_name, names))
         self.numel = numel
         self.process_group = group
-        self.model_parameters = self._layouts
+        self.first, self.model_parameters = self._layouts[0], self._layouts
 
     def collect(self, flat: Tensor, position: int, is_last: bool, zero_copy: bool) -> None:
         """Hold the gradients of a backward, the bucket number ``position`` of it."""

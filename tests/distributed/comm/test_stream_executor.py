@@ -23,7 +23,7 @@ from gradwire.compress import (
     quantized_all_reduce,
     scaled_cast_all_reduce,
 )
-from gradwire.reducer.backward import Backward
+from gradwire.reducer.reducer import Backward
 from tests.support.graph_on_cpu import graphs_on_cpu
 from tests.support.stream_double import StreamTransport, stream_double
 

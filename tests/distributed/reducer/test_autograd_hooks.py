@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from gradwire.reducer.backward import AutogradHooks, Phase
+from gradwire.reducer.reducer import AutogradHooks, Phase
 from tests.support.ranks import on_ranks
 from tests.support.training import WRAPPERS
 

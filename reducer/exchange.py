@@ -1,0 +1,178 @@
+"""`Exchange`: a reducer's part in the exchange of gradients on a process group, and how it leaves after an error."""
+
+from __future__ import annotations
+
+import json
+import threading
+import weakref
+
+import torch
+import torch.distributed as dist
+
+from gradwire.comm import GroupTransport, connections
+from gradwire.comm.store_collectives import format_ranks, gather_json, out_of_step
+from gradwire.comm.torch_internals import all_groups, collective_counts
+from gradwire.hooks.hook_state import HookState
+from gradwire.reducer import errors
+
+
+class Exchange:
+    """This rank's part in the exchange of gradients on a process group.
+
+    After an error in a forward, a backward, a hook or the end of a backward, the rank *leaves* (`fail`): its peers get
+    a notice, raise and leave too, and every forward raises until `resynchronize`. A backward that raised before its
+    first gradient was ready has exchanged nothing, and training continues. See `gradwire.comm.connections` and
+    docs/fault-handling.md.
+
+    Buffers are broadcast in the forward, gradients reduced in the backward. If the loss raises on one rank and its loop
+    goes on, that rank waits in its next forward, its peers in their backward. To detect this deadlock, a rank that
+    waits in a forward announces how many forwards and backwards it has begun.
+
+    A user's hook may use further process groups: it passes one to a hook of gradwire, which calls `note_use`, or issues
+    collectives itself, which shows in the group's count of collectives. A rank that leaves fails gradwire's connections
+    on all of them, and `resynchronize` compares and renews all of them.
+
+    Attributes:
+        has_streams: whether hooks run on streams of the device.
+        n_passes: number of synchronized forwards, which must be equal on all ranks in every backward. Counting starts
+            at the forward of the first backward: before it, one rank alone may inspect its model.
+        number: the number of this exchange on the process group, equal on all ranks.
+        connections: gradwire's connections on the process group, as the last forward found them.
+        has_hook: whether the model has a communication hook on this rank.
+        hook_groups: the further process groups that the hook has used.
+        hook_states: the states of gradwire's hooks that a user's hook has called, in order of their first use, with the
+            process group of each.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup, device: torch.device) -> None:
+        self.device = device
+        self.has_streams = connections.has_streams(device)
+        self.has_hook = False
+        self._thread = 0  # the thread that called the latest forward
+        self.hook_groups: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+        self.hook_states: weakref.WeakKeyDictionary[HookState, weakref.ref[dist.ProcessGroup]] = (
+            weakref.WeakKeyDictionary()
+        )
+        # Collectives issued on each process group before the current backward, if a user's hook runs in it.
+        self._counts: dict[dist.ProcessGroup, list[int]] = {}
+        self.update_process_group(process_group)
+
+    def update_process_group(self, process_group: dist.ProcessGroup) -> None:
+        """Exchange with other ranks from now on."""
+        self.process_group = process_group
+        self.number = self.connect().new_user(self)
+        self.restart()
+
+    def restart(self) -> None:
+        """Reset the counts of forwards and backwards, on which all ranks have agreed."""
+        self._n_forwards = self._n_backwards = 0  # synchronized ones
+        self.n_passes = 0
+        self._awaited = 0  # the number of the latest backward in which this rank has waited for others
+
+    def connect(self) -> connections.Connections:
+        """Find gradwire's connections on the process group; raises RuntimeError if it was destroyed."""
+        self.connections = connections.connections_of(self.process_group)
+        return self.connections
+
+    @property
+    def transport(self) -> GroupTransport:
+        """The collectives of the reducer itself, and of the default reduction on CPUs."""
+        return self.connections.transport("backward", self.device, self.check_in_step)
+
+    def begin_forward(self) -> None:
+        """Note that this thread begins a synchronized forward."""
+        self._thread = threading.get_ident()
+        self._n_forwards += 1
+        self.n_passes += 1
+
+    def begin_backward(self, user: object, has_groups: bool) -> None:
+        """Note that ``user`` exchanges in the current backward; see `Connections.begin_exchange`.
+
+        ``has_groups``: whether a user's hook runs in it.
+        """
+        self.connections.begin_exchange(user, self._thread)
+        if self._n_backwards == 0:
+            self.n_passes = 1
+        self._n_backwards += 1
+        if has_groups:
+            self._counts = {group: collective_counts(group) for group in all_groups()}
+
+    def agree_to_reduce_again(self) -> None:
+        """Compare the counts of passes before a further reduction for one forward. A collective call.
+
+        It goes through the store, because a rank that is elsewhere would match the collectives with others.
+
+        Raises:
+            RuntimeError: another rank is in another forward or backward; raised on every rank.
+        """
+        if self.process_group.size() == 1:
+            return
+        here = self.n_passes, self._n_backwards
+        self.connections.announce(self.number, "again", json.dumps([dist.get_rank(self.process_group), *here]))
+        purpose = "A further backward pass of a synchronized forward pass"
+        forwards, backwards = zip(*gather_json(self.process_group, purpose, here, self.check_in_step), strict=True)
+        if (problem := out_of_step(forwards, backwards)) is not None:
+            raise RuntimeError(problem)
+
+    def note_use(self, settings: object, group: dist.ProcessGroup) -> None:
+        """Note that a user's hook calls one of gradwire's with these settings on ``group``."""
+        if group is not self.process_group:
+            self.hook_groups.add(group)
+        if isinstance(settings, HookState):
+            self.hook_states[settings] = weakref.ref(group)
+
+    def note_groups(self) -> None:
+        """Note the process groups on which collectives were issued since the begin of the backward."""
+        counts, self._counts = self._counts, {}
+        for group in all_groups() if counts else ():
+            now = collective_counts(group)
+            if group is not self.process_group and any(now) and now != counts.get(group):
+                self.hook_groups.add(group)
+
+    def fail(self, user: object, step: int, cause: str, is_of_peer: bool = False) -> str | None:
+        """Leave the exchange. Returns the error of another rank that left before this one.
+
+        ``is_of_peer``: a connection has closed, so the notice of the rank that closed it is on its way.
+        """
+        own = self.connect()
+        elsewhere = own.failure_elsewhere(wait=is_of_peer)
+        self.note_groups()
+        failure = elsewhere or f"Step {step} failed on rank {dist.get_rank(self.process_group)}: {cause}"
+        for each in (own, *filter(None, map(connections.existing_connections, self.hook_groups))):
+            each.fail(failure)
+        own.end_exchange(user)
+        return elsewhere
+
+    def announce_forward(self) -> None:
+        """While a forward waits for other ranks: tell them where this one is; raise RuntimeError if one has left."""
+        here = [dist.get_rank(self.process_group), self._n_forwards, self._n_backwards]
+        self.connections.announce(self.number, "forward", json.dumps(here))
+        self.connections.check_peers()
+
+    def check_in_step(self) -> None:
+        """While a backward waits for other ranks: tell them so; raise RuntimeError if one has left, or is elsewhere."""
+        connections, number = self.connections, self.number
+        connections.check_peers()
+        if self._awaited != self._n_backwards:
+            self._awaited = self._n_backwards
+            connections.announce(number, f"backward/{self.process_group.rank()}", str(self._n_backwards))
+        if (text := connections.announced(number, "forward")) is not None:
+            rank, forwards, backwards = json.loads(text)
+            if forwards > self._n_forwards and backwards < self._n_backwards:
+                raise RuntimeError(errors.BACKWARD_SKIPPED.format(rank=rank))
+        if not self.has_hook and (text := connections.announced(number, "hook")):
+            raise RuntimeError(errors.HOOK_ELSEWHERE.format(hook=text))
+        if (text := connections.announced(number, "again")) is not None:
+            rank, forwards, backwards = json.loads(text)
+            if backwards == self._n_backwards and forwards != self.n_passes:
+                counts = [0] * self.process_group.size()
+                counts[rank], counts[self.process_group.rank()] = forwards, self.n_passes
+                raise RuntimeError(out_of_step(counts))
+
+    def late_ranks(self) -> str | None:
+        """The error of ranks that have not come to the backward in which this rank waits; None if there are none."""
+        if self._awaited == 0 or self._awaited != self._n_backwards:
+            return None
+        told = [self.connections.announced(self.number, f"backward/{k}") for k in range(self.process_group.size())]
+        late = [rank for rank, text in enumerate(told) if text is None or int(text) < self._n_backwards]
+        return errors.RANKS_LATE.format(who=format_ranks(late), number=self._n_backwards) if late else None
