@@ -283,3 +283,23 @@ def test_late_failure_of_an_abandoned_executor_leaves_renewed_connections_alone(
     notice(Fault("of the abandoned executor"))
     dist.barrier()
     connections.check_peers()
+
+
+@on_ranks(1)
+def test_threads_that_begin_at_once_get_the_same_connections():
+    group, found, made, both = dist.new_group(), [], Connections.__init__, threading.Event()
+
+    def begin(self, group):
+        made(self, group)
+        if threading.current_thread() is first:  # the other thread has begun, and maybe makes connections too
+            second.start()
+            both.wait(0.5)
+        else:
+            both.set()
+
+    first, second = (threading.Thread(target=lambda: found.append(connections_of(group))) for _ in range(2))
+    with mock.patch.object(Connections, "__init__", begin):
+        first.start()
+        first.join()
+        second.join()
+    assert found[0] is found[1]
