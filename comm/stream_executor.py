@@ -128,7 +128,7 @@ class StreamExecutor(Executor):
                 result.collective_done = self._collectives.record_event()
             except Exception as error:
                 self._error = self._error or error
-                result.driver = None
+                result.driver = result.tensor = None
                 result.set_exception(error)
             finally:
                 torch.cuda.set_stream(before)

@@ -32,7 +32,7 @@ else:  # PyTorch compares the annotation of a hook with this class
     from torch.distributed import GradBucket
 
 CommHook = Callable[[Any, GradBucket], Future[torch.Tensor]]
-Tables = dict[tuple[object, ...], SegmentTable]  # by bucket index, number of elements, strides and dtype
+Tables = dict[tuple[object, ...], SegmentTable]  # by bucket index, number of elements, strides, dtype and device
 Hook = TypeVar("Hook", bound=Callable[..., object])
 
 logger = logging.getLogger("gradwire.hooks")
@@ -83,6 +83,7 @@ class Bucket:
         is_sparse: whether the bucket is one sparse gradient, which `reduce_bucket` averages uncompressed.
         zero_copy: whether `work` may return the gradients themselves; else they are in a flat buffer.
         first: the first parameter, by which a handshake knows the model.
+        layouts: shape and strides of each gradient.
         names: plain names of the parameters; None if the bucket does not know them.
         process_group: the ranks to average over; None if they are not known.
         note_use: with a user's hook, called with the settings and the process group of each of gradwire's hooks that it
@@ -97,6 +98,7 @@ class Bucket:
     device: torch.device
     dtype: torch.dtype
     first: torch.Tensor
+    layouts: Sequence[tuple[torch.Size, tuple[int, ...]]]
     is_sparse = False
     zero_copy = False
     names: tuple[str, ...] | None = None
@@ -129,7 +131,12 @@ class Bucket:
         ``tables`` keeps layouts of flat buckets; ``layout`` is that of the gradients in one, if it must be taken apart.
         """
         buffer = self.buffer()
-        key = (self.position, buffer.numel(), buffer.stride(), buffer.dtype)
+        if layout is not None and layout.numel != buffer.numel():
+            raise ValueError(
+                f"The bucket has {buffer.numel()} elements, its memory is for {layout.numel}. A state serves one model "
+                "only: create a new state for each model."
+            )
+        key = (self.position, buffer.numel(), buffer.stride(), buffer.dtype, buffer.device)
         if key not in tables:
             tables[key] = SegmentTable([buffer])
         flat = Gradients([buffer], tables[key], layout)
@@ -144,12 +151,13 @@ class TorchBucket(Bucket):
     """A bucket of PyTorch's DDP, in one backward."""
 
     def __init__(self, bucket: GradBucket) -> None:
-        self._bucket, self._buffer = bucket, bucket.buffer()
-        self.position, self.is_final, self.first = bucket.index(), bucket.is_last(), bucket.parameters()[0]
+        self._bucket, self._buffer, self._parameters = bucket, bucket.buffer(), bucket.parameters()
+        self.position, self.is_final, self.first = bucket.index(), bucket.is_last(), self._parameters[0]
+        self.layouts = [(parameter.shape, parameter.stride()) for parameter in self._parameters]
         self.device, self.dtype, self.is_sparse = self._buffer.device, self._buffer.dtype, self._buffer.is_sparse
 
     def parameters(self) -> list[torch.Tensor]:
-        return self._bucket.parameters()
+        return self._parameters
 
     def buffer(self) -> torch.Tensor:
         return self._buffer
@@ -370,7 +378,20 @@ class ParameterNames:
     def note(self, names: Sequence[str], bucket: Bucket) -> None:
         """Store the names that `in_bucket` returned for this bucket, unless all are known."""
         if not self.is_closed and (self._module is None or self._module() is None):
+            self.check_parameters(names, bucket.parameters())
             self._names.update(zip(bucket.parameters(), names, strict=True))
+
+    def check_parameters(self, names: Sequence[str], parameters: Sequence[torch.Tensor]) -> None:
+        """Raise ValueError if one of these names belongs to another parameter."""
+        if self.layouts:  # of a sharded model: tensors without memory, made anew for each bucket
+            return
+        known = self.known()
+        for name, parameter in zip(names, parameters, strict=True):
+            if known.get(name, parameter) is not parameter:
+                raise ValueError(
+                    f"Two models have a parameter {name!r}; a state serves one model only. Create a new state for each "
+                    "model. If a model's parameters change, call state.bind(module) with that model."
+                )
 
     def bind(self, module: torch.nn.Module) -> None:
         """Take the names from ``module.named_parameters()``, as `plain_name` has them."""

@@ -46,7 +46,7 @@ class Owner(Protocol):
 class StateMemory:
     """The declared memory of a hook state: one tensor per entry and parameter.
 
-    A bucket keeps the memory of its parameters while its parameters, their dtype and the ranks stay the same. Its
+    A bucket keeps the memory of its parameters while its parameters, their layouts and the ranks stay the same. Its
     tensors are also here, by name, so that the next bucket of a parameter continues with them. A bucket whose errors
     are not these tensors has ``errors``, the tensor with all of them, and ``folded_errors()``, those by name.
 
@@ -54,7 +54,7 @@ class StateMemory:
         declared: declarations by name of the entry in a checkpoint.
         own: this rank's tensors, by entry and parameter name.
         loaded: sums of a checkpoint, of which this rank takes its share in the next compressed step, likewise.
-        buckets: memory of each bucket, by parameter names, with the dtype and ranks for which it was made.
+        buckets: memory of each bucket, by parameter names, with the layouts and ranks for which it was made.
         is_loaded: whether the memory is from a checkpoint.
     """
 
@@ -93,13 +93,14 @@ class StateMemory:
 
     def of_bucket(self, bucket: Bucket, names: tuple[str, ...], group: dist.ProcessGroup) -> Any:
         """The memory of a bucket: that of the last step, or new, from earlier or loaded memory."""
-        made_for = (bucket.dtype, group.size(), group.rank())
+        made_for = (id(bucket.first), bucket.layouts, bucket.dtype, bucket.device, group.size(), group.rank())
         kept = self.buckets.get(names)
         if kept is None or kept[0] != made_for:
             kept = self.buckets[names] = (made_for, self._new_bucket(bucket, names, group))
         return kept[1]
 
     def _new_bucket(self, bucket: Bucket, names: tuple[str, ...], group: dist.ProcessGroup) -> Any:
+        self._state.names.check_parameters(names, bucket.parameters())
         self._check_loaded(names)
         for entry, loaded in self.loaded.items():
             self.own[entry] |= {name: self._share(entry, loaded.pop(name)) for name in names if name in loaded}

@@ -125,7 +125,7 @@ def with_option_attributes(options: type) -> Callable[[State], State]:
 def _compared_options(kind: type, local: frozenset[str]) -> tuple[tuple[str, ...], Callable[[Any], tuple[Any, ...]]]:
     """The names of the options that must be equal on all ranks, and a function that returns their values."""
     names = tuple(each.name for each in fields(kind) if each.name not in local)
-    return ("options", *names), operator.attrgetter("__class__.__name__", *names)
+    return ("options", *names), lambda options: (kind.__name__, *(getattr(options, name) for name in names))
 
 
 class HookSettings:

@@ -337,7 +337,12 @@ class SegmentTable:
                 table._packed.tensor.record_stream(stream)
 
     def views(self, wire: Tensor) -> list[Tensor]:
-        """Views of ``wire`` in the layouts of the tensors, complex ones as in `as_real`. The last result is cached."""
+        """Views of ``wire`` in the layouts of the tensors, complex ones as in `as_real`.
+
+        The last result is cached, unless there is one tensor: its wire may be the buffer of a model.
+        """
+        if len(self.offsets) == 1:
+            return [self.view(0, wire, 0)]
         if self._views is None or self._views[:2] != (wire.data_ptr(), wire.dtype):
             views = [self.view(i, wire, offset) for i, offset in enumerate(self.offsets)]
             self._views = (wire.data_ptr(), wire.dtype, views)

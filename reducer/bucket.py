@@ -42,6 +42,7 @@ class BucketBase(hooks.Bucket):
         self._parameters = spec.parameters
         self._names = spec.names
         self.members = spec.members
+        self.layouts = [(parameter.shape, parameter.stride()) for parameter in spec.parameters]
         # For hooks; the reducer sets the others in each launch.
         self.position, self.is_final, self.first = spec.index, spec.is_last, spec.parameters[0]
         self.device, self.dtype = spec.parameters[0].device, spec.parameters[0].dtype.to_real()
@@ -89,6 +90,7 @@ class DenseBucket(BucketBase):
         self._table = SegmentTable(layouts)
         self.dtype = self._table.dtype
         self._strides = [layout.stride() for layout in layouts]
+        self.layouts = [(layout.shape, layout.stride()) for layout in layouts]
         self._frees_buffer = frees_buffer and not as_view
         self._buffer: Tensor | None = None
         self._needs_buffer = False  # whether anything has asked for the buffer since `collect`
@@ -130,9 +132,10 @@ class DenseBucket(BucketBase):
 
     def set_buffer(self, buffer: Tensor) -> None:
         """Replace the flat tensor that `buffer` and `gradients` return."""
-        if buffer.dim() != 1 or buffer.numel() != self._table.numel:
+        if buffer.dim() != 1 or buffer.numel() != self._table.numel or buffer.device != self.device:
             raise ValueError(
-                f"The new buffer has shape {tuple(buffer.shape)}; expected ({self._table.numel},), as the old one."
+                f"The new buffer has shape {tuple(buffer.shape)} on {buffer.device}; expected ({self._table.numel},) "
+                f"on {self.device}, as the old one."
             )
         self._replaced, self.dtype = buffer, buffer.dtype
         self.zero_copy = False

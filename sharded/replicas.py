@@ -51,6 +51,7 @@ class ShardBucket(Bucket):
         self.numel = numel
         self.process_group = group
         self.first, self.model_parameters = self._layouts[0], self._layouts
+        self.layouts = [(layout.shape, layout.stride()) for layout in layouts]
 
     def collect(self, flat: Tensor, position: int, is_last: bool, zero_copy: bool) -> None:
         """Hold the gradients of a backward, the bucket number ``position`` of it."""

@@ -1,6 +1,6 @@
 """States whose options, step count or plan the user changes between two steps, on all ranks or on one."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import pytest
@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from gradwire.compress._validation import MAX_COUNT
 from gradwire.hooks.default_hooks import CastState, bf16_compress_hook
+from gradwire.hooks.hook_state import HookState
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
@@ -200,3 +201,81 @@ def test_checkpoint_with_errors_beyond_fp32_is_refused(make):
     for kind, message in (known, unknown):
         assert kind == "ValueError"
         assert "1e+300" in message
+
+
+class Scaled(torch.nn.Module):
+    """Its gradient is the input."""
+
+    def __init__(self, *shape):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(shape))
+
+    def forward(self, gradient):
+        return (self.weight * gradient).sum()
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("hook", ["int2", "powersgd"])
+@on_ranks(1)
+def test_law1_memory_follows_a_change_of_the_memory_format(wrapper, hook):
+    # Large: the kernels then read the gradient and the errors in memory order.
+    module = Scaled(96, 1024, 3, 3)
+    gradient = torch.randn(module.weight.shape, generator=torch.Generator().manual_seed(0))
+    if hook == "int2":
+        state, function = QuantizationState(wire="int2", start_iter=0), quantization_hook
+    else:
+        state, function = PowerSGDState(None, 1, 2, min_compression_rate=0.1), powerSGD_hook
+    applied = torch.zeros_like(gradient)
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        module.to(memory_format=memory_format)
+        gradient = gradient.contiguous(memory_format=memory_format)
+        ddp = WRAPPERS[wrapper](module)
+        ddp.register_comm_hook(state, function)
+        for _ in range(4):
+            ddp.zero_grad()
+            ddp(gradient).backward()
+            applied += module.weight.grad
+    kept = applied + state.memory.tensors("errors")["weight"]
+    torch.testing.assert_close(kept, 8 * gradient, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("columns", [40, 41], ids=["equal-shapes", "other-shapes"])
+@on_ranks(2)
+def test_state_that_a_users_hook_passes_on_for_two_models_raises(columns):
+    state = QuantizationState(start_iter=0)
+    modules = [Scaled(64, 40), Scaled(64, columns)]
+    models = [WRAPPERS["gradwire"](module) for module in modules]
+    for ddp in models:
+        ddp.register_comm_hook(None, lambda _, bucket: quantization_hook(state, bucket))
+    first, second = (ddp(torch.ones_like(module.weight)) for ddp, module in zip(models, modules, strict=True))
+    first.backward()
+    kind, text = error_of(second.backward)
+    assert kind == "ValueError"
+    assert "Two models have a parameter 'weight'" in text
+
+
+@dataclass(frozen=True)
+class Nothing:
+    pass
+
+
+@dataclass(frozen=True)
+class Local:
+    log_every: int = 3
+
+
+@pytest.mark.parametrize("options", [Nothing(), Local()], ids=["no-options", "a-local-one"])
+@on_ranks(2)
+def test_state_without_options_to_compare_trains(options):
+    class State(HookState):
+        local_options = frozenset({"log_every"})
+
+    async def mean(step):
+        for gradient, result in zip(step.gradients, step.results, strict=True):
+            await step.transport.all_reduce(gradient)
+            result.copy_(gradient / step.transport.world_size)
+
+    ddp = WRAPPERS["gradwire"](Scaled(3, 4))
+    ddp.register_comm_hook(State("mean", options=options), lambda state, bucket: state.run(bucket, mean))
+    ddp(torch.full((3, 4), float(dist.get_rank()))).backward()
+    assert_same_bits(ddp.module.weight.grad, torch.full((3, 4), 0.5))
