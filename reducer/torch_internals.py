@@ -90,9 +90,10 @@ def aliased(gradients: Sequence[Tensor | None], incoming: Tensor | None = None) 
         incoming: the gradient that has come in, while the hooks of its AccumulateGrad run: autograd holds it until they
             have returned, and with it the tensor that it is a view of.
     """
-    found, of_incoming = [], None if incoming is None else incoming.untyped_storage()._cdata
+    is_dense = incoming is not None and incoming.layout == torch.strided  # it may be a sparse one of another bucket
+    found, of_incoming = [], incoming.untyped_storage()._cdata if is_dense else None  # type: ignore[union-attr]
     for i, gradient in enumerate(gradients):
-        if gradient is None:
+        if gradient is None or gradient.layout != torch.strided:
             continue
         storage = gradient.untyped_storage()
         others = torch._C._storage_Use_Count(storage._cdata) - 2  # without ``gradient`` and ``storage``
