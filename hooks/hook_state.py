@@ -125,7 +125,9 @@ def with_option_attributes(options: type) -> Callable[[State], State]:
 def _compared_options(kind: type, local: frozenset[str]) -> tuple[tuple[str, ...], Callable[[Any], tuple[Any, ...]]]:
     """The names of the options that must be equal on all ranks, and a function that returns their values."""
     names = tuple(each.name for each in fields(kind) if each.name not in local)
-    return ("options", *names), lambda options: (kind.__name__, *(getattr(options, name) for name in names))
+    # Of a single name, it would return the value and not a tuple.
+    values = operator.attrgetter("__class__.__name__", *names) if names else lambda options: (kind.__name__,)
+    return ("options", *names), values
 
 
 class HookSettings:
