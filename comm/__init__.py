@@ -4,7 +4,7 @@ This package imports neither kernels nor hooks.
 """
 
 from gradwire.comm.connections import Connections, connections_of, executor_for
-from gradwire.comm.executor import Executor, Workspace
+from gradwire.comm.executor import Executor, Task, Workspace
 from gradwire.comm.transport import (
     Algorithm,
     Collective,
@@ -26,6 +26,7 @@ __all__ = [
     "GroupTransport",
     "IdleTransport",
     "LocalTransport",
+    "Task",
     "Transport",
     "Workspace",
     "connections_of",

@@ -23,7 +23,7 @@ from enum import Enum
 from functools import partial
 from operator import methodcaller
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -119,7 +119,13 @@ class Workspace:
         return any(buffer is self._buffer for buffer in self._captured)
 
 
-Task = Callable[[Workspace], Algorithm[Any]]
+class Task(NamedTuple):
+    """An algorithm for an executor to run."""
+
+    begin: Callable[[Workspace], Algorithm[Any]]  # creates the algorithm
+    name: str = "gradwire::task"  # common part of the names of its profiler ranges
+    result: Tensor | None = None  # the value of its future; None: what the algorithm returns
+    on_error: Callable[[], None] | None = None  # called while an error of the algorithm is handled
 
 
 class Executor:
@@ -137,24 +143,8 @@ class Executor:
         """Whether a task has raised; every later task fails."""
         return False
 
-    def submit(
-        self,
-        task: Task,
-        name: str = "gradwire::task",
-        result: Tensor | None = None,
-        on_error: Callable[[], None] | None = None,
-    ) -> Future[Any]:
-        """Queue a task.
-
-        Args:
-            task: a function of a workspace that creates the algorithm.
-            name: that of its profiler ranges.
-            result: the future's value; None for the value of the algorithm.
-            on_error: called while an error of the algorithm is handled.
-
-        Returns:
-            A future with the result or the exception.
-        """
+    def submit(self, task: Task) -> Future[Any]:
+        """Queue a task; its future gets the result or the exception."""
         raise NotImplementedError
 
     def finish(self) -> None:
@@ -212,19 +202,13 @@ class WorkerExecutor(Executor):
     def has_failed(self) -> bool:  # noqa: D102
         return self._error is not None
 
-    def submit(  # noqa: D102
-        self,
-        task: Task,
-        name: str = "gradwire::task",
-        result: Tensor | None = None,
-        on_error: Callable[[], None] | None = None,
-    ) -> Future[Any]:
+    def submit(self, task: Task) -> Future[Any]:  # noqa: D102
         if self._is_closed:
             raise RuntimeError(CLOSED)
         latest = self._latest() if self._latest is not None else None
         if latest is not None and latest.thread != threading.get_ident() and not latest.future.done():
-            task = _refuse  # fails on all ranks
-        submitted = WorkerTask(task, name, result, on_error)
+            task = task._replace(begin=_refuse)  # fails on all ranks
+        submitted = WorkerTask(task)
         self._latest = weakref.ref(submitted)
         self._events.put(submitted)
         return submitted.future
@@ -346,13 +330,11 @@ class WorkerExecutor(Executor):
                 return
             is_first = task.driver is None
             if task.driver is None:
-                algorithm = task.task(self.workspaces[task.place])
-                task.driver = Driver(algorithm, self.transport, task.name, task.on_error)
+                begin, name, result, on_error = task.task
+                task.driver = Driver(begin(self.workspaces[task.place]), self.transport, name, result, on_error)
             collective = task.driver.advance()
             if collective is None:
-                task.complete = partial(
-                    task.future.set_result, task.driver.result if task.result is None else task.result
-                )
+                task.complete = partial(task.future.set_result, task.driver.result)
                 return
             task.works = self._group_transport.start(collective, None if is_first else self._later)
             # One event for all messages: each wakes this thread, which shares the interpreter lock with the backward.
@@ -379,8 +361,8 @@ class WorkerExecutor(Executor):
 class WorkerTask:
     """A submitted task."""
 
-    def __init__(self, task: Task, name: str, result: Tensor | None, on_error: Callable[[], None] | None) -> None:
-        self.task, self.name, self.result, self.on_error = task, name, result, on_error
+    def __init__(self, task: Task) -> None:
+        self.task = task
         self.thread = threading.get_ident()  # the submitting one
         self.future: Future[Any] = Future()
         self.driver: Driver[Any] | None = None  # None before it starts

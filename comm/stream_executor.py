@@ -48,13 +48,7 @@ class StreamExecutor(Executor):
     def has_failed(self) -> bool:  # noqa: D102
         return self._error is not None
 
-    def submit(  # noqa: D102
-        self,
-        task: Task,
-        name: str = "gradwire::task",
-        result: Tensor | None = None,
-        on_error: Callable[[], None] | None = None,
-    ) -> Future[Any]:
+    def submit(self, task: Task) -> Future[Any]:  # noqa: D102
         future = Result(self, [self._device])
         if self._error is not None:
             future.set_exception(self._error)
@@ -62,9 +56,9 @@ class StreamExecutor(Executor):
         self._kernels.wait_stream(torch.cuda.current_stream(self.index))
         workspace = self.workspaces[self._n_submitted % MAX_TASKS_IN_FLIGHT]
         self._n_submitted += 1
-        future.tensor = result
         before, self._latest = self._latest, future
-        self._advance(future, lambda: Driver(task(workspace), self.transport, name, on_error))
+        begin, name, value, on_error = task
+        self._advance(future, lambda: Driver(begin(workspace), self.transport, name, value, on_error))
         self._run_to_end(before)
         backward = current_backward()
         if backward not in (NO_BACKWARD, self._backward):
@@ -113,11 +107,9 @@ class StreamExecutor(Executor):
                 collective = driver.advance()
                 if collective is None:
                     result.driver = None
-                    value = driver.result if result.tensor is None else result.tensor
-                    result.tensor = None
-                    if not isinstance(value, Tensor):
+                    if not isinstance(driver.result, Tensor):
                         result.ended = self._kernels.record_event()
-                    result.set_result(value)
+                    result.set_result(driver.result)
                     return
                 self._collectives.wait_stream(self._kernels)
                 torch.cuda.set_stream(self._collectives)
@@ -128,7 +120,7 @@ class StreamExecutor(Executor):
                 result.collective_done = self._collectives.record_event()
             except Exception as error:
                 self._error = self._error or error
-                result.driver = result.tensor = None
+                result.driver = None
                 result.set_exception(error)
             finally:
                 torch.cuda.set_stream(before)
@@ -139,14 +131,12 @@ class Result(Future[Any]):
 
     Attributes:
         driver: runs the coroutine of the task; None before it has begun and once it has ended.
-        tensor: the result, if that is not the value of the coroutine.
         collective_done: recorded after the collective that the task awaits; None before the first one.
         ended: recorded at the end of a task that returns no tensor. PyTorch's futures order only the tensors of their
             result; `wait` then orders the current stream after the task, and `then` does not.
     """
 
     driver: Driver[Any] | None = None
-    tensor: Tensor | None = None
     collective_done: torch.cuda.Event | None = None
     ended: torch.cuda.Event | None = None
 

@@ -12,7 +12,7 @@ import queue
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Generator, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -76,22 +76,23 @@ class Driver(Generic[T]):
         algorithm: the coroutine; nothing else has awaited it.
         transport: the transport that the algorithm uses; None not to check that it awaits every collective.
         name: common part of the names of the ranges.
+        result: the result, if it is not what the algorithm returns.
         on_error: called while an error of the algorithm is handled.
 
     Attributes:
-        result: result of the algorithm, once `advance` has returned None.
+        result: the result, once `advance` has returned None.
     """
-
-    result: T
 
     def __init__(
         self,
         algorithm: Algorithm[T],
         transport: Transport | None = None,
         name: str = "gradwire::algorithm",
+        result: T | None = None,
         on_error: Callable[[], None] | None = None,
     ) -> None:
         self._algorithm = algorithm
+        self.result = cast("T", result)  # None until the algorithm has returned
         self._on_error = on_error
         self._transport = transport
         self._name = name
@@ -111,7 +112,9 @@ class Driver(Generic[T]):
             try:
                 collective = self._algorithm.send(None)
             except StopIteration as end:
-                collective, self.result = None, end.value
+                collective = None
+                if self.result is None:
+                    self.result = end.value
             except Exception:
                 if self._on_error is not None:
                     self._on_error()

@@ -21,7 +21,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gradwire.comm import Algorithm, Connections, Transport, Workspace
+from gradwire.comm import Algorithm, Connections, Task, Transport, Workspace
 from gradwire.compress import Gradients, Step, sparse_all_reduce
 from gradwire.hooks.telemetry import Telemetry
 from gradwire.kernels import SegmentTable, as_real, gradient_layout, is_capturing, layout_in_dtype
@@ -70,7 +70,7 @@ class BucketWork(NamedTuple):
 
 
 class Bucket:
-    """What hooks ask of a bucket, as attributes.
+    """A bucket as gradwire's hooks see it.
 
     gradwire's own buckets derive from it, and keep the attributes up to date. `Bucket.of` adapts those of PyTorch's DDP
     and of other callers.
@@ -86,8 +86,8 @@ class Bucket:
         layouts: shape and strides of each gradient.
         names: plain names of the parameters; None if the bucket does not know them.
         process_group: the ranks to average over; None if they are not known.
-        note_use: with a user's hook, called with the settings and the process group of each of gradwire's hooks that it
-            calls.
+        note_use: set if the model has a user's hook. Each of gradwire's hooks that the user's hook calls passes its
+            settings and process group.
         model_number: number of the model's exchange on the process group, equal on all ranks.
         n_passes: number of synchronized forwards of the model; 0 if it must not be compared.
         model_parameters: all parameters of the model that are averaged; None on PyTorch's DDP.
@@ -153,8 +153,12 @@ class TorchBucket(Bucket):
     def __init__(self, bucket: GradBucket) -> None:
         self._bucket, self._buffer, self._parameters = bucket, bucket.buffer(), bucket.parameters()
         self.position, self.is_final, self.first = bucket.index(), bucket.is_last(), self._parameters[0]
-        self.layouts = [(parameter.shape, parameter.stride()) for parameter in self._parameters]
         self.device, self.dtype, self.is_sparse = self._buffer.device, self._buffer.dtype, self._buffer.is_sparse
+
+    @functools.cached_property
+    def layouts(self) -> Sequence[tuple[torch.Size, tuple[int, ...]]]:  # type: ignore[override]
+        """Shape and strides of each gradient; made only for a state with memory."""
+        return [(parameter.shape, parameter.stride()) for parameter in self._parameters]
 
     def parameters(self) -> list[torch.Tensor]:
         return self._parameters
@@ -212,7 +216,7 @@ def reduce_bucket(
 
     # PyTorch's DDP raises "Unable to cast ... to Tensor", without a traceback.
     log = functools.partial(logger.exception, FAILED, name, position) if isinstance(bucket, TorchBucket) else None
-    future = executor.submit(begin, f"gradwire::{name}, bucket {position}", result, log)
+    future = executor.submit(Task(begin, f"gradwire::{name}, bucket {position}", result, log))
     if is_final:
         executor.finish()
     return cast("Future[torch.Tensor]", future)

@@ -6,7 +6,7 @@ The computation between them is timed.
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -181,18 +181,12 @@ class TimingExecutor(Executor):
         self.marks: list[Mark] = []  # start and end of each part of the latest task
         self.messages: list[Message] = []  # messages of the latest task
 
-    def submit(
-        self,
-        task: Task,
-        name: str = "gradwire::task",
-        result: Tensor | None = None,
-        on_error: Callable[[], None] | None = None,
-    ) -> Future[Any]:
+    def submit(self, task: Task) -> Future[Any]:
         self.messages = self._ranks.messages = []
         self.marks = self._ranks.marks = [Mark(self._device)]
         future: Future[Any] = Future(devices=[self._device] if self._device.type == "cuda" else None)
-        value = run_algorithm(task(self.workspaces[self._turn % MAX_TASKS_IN_FLIGHT]), self._ranks)
-        future.set_result(value if result is None else result)
+        value = run_algorithm(task.begin(self.workspaces[self._turn % MAX_TASKS_IN_FLIGHT]), self._ranks)
+        future.set_result(value if task.result is None else task.result)
         self.marks.append(Mark(self._device))
         self._turn += 1
         return future

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from gradwire.comm import Transport, Workspace, executor_for
+from gradwire.comm import Task, Transport, Workspace, executor_for
 from gradwire.comm.transport import Collective
 from gradwire.planner.clock import synchronize
 from gradwire.planner.model import Link, Message, MessageCost, is_between_nodes, is_in_node
@@ -98,7 +98,7 @@ class _Probe:
         dist.barrier(self._group)
         synchronize(self._device)
         start = time.perf_counter()
-        self._executor.submit(task).wait()
+        self._executor.submit(Task(task)).wait()
         synchronize(self._device)
         return time.perf_counter() - start
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.comm import Transport, connections_of
+from gradwire.comm import Task, Transport, connections_of
 from gradwire.comm.transport import wait_for
 from gradwire.compress import ScatterBucket, quantized_reduce_scatter
 from gradwire.compress.policy import exempt_format
@@ -113,10 +113,12 @@ class QuantizedReduceScatter:
         self._scale = scale
         self._shards, self.n_calls = group, self.n_calls + 1
         future = executor.submit(
-            lambda workspace: quantized_reduce_scatter(
-                bucket, gradients, output, scale, self.n_calls, executor.transport, workspace
-            ),
-            "gradwire::reduce-scatter",
+            Task(
+                lambda workspace: quantized_reduce_scatter(
+                    bucket, gradients, output, scale, self.n_calls, executor.transport, workspace
+                ),
+                "gradwire::reduce-scatter",
+            )
         )
         connections.finish()
         wait_for(future, connections.check_peers)

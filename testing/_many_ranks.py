@@ -115,16 +115,10 @@ class _Rank(Executor):
         self.results: list[Tensor | None] = []
         self.futures: list[Future[Any]] = []
 
-    def submit(
-        self,
-        task: Task,
-        name: str = "gradwire::task",
-        result: Tensor | None = None,
-        on_error: Callable[[], None] | None = None,
-    ) -> Future[Any]:
+    def submit(self, task: Task) -> Future[Any]:
         """Start the task's algorithm, whose first collective `run_in_lockstep` runs."""
-        self.algorithms.append(task(self.workspaces[0]))
-        self.results.append(result)
+        self.algorithms.append(task.begin(self.workspaces[0]))
+        self.results.append(task.result)
         self.futures.append(Future())
         return self.futures[-1]
 

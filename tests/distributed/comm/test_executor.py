@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradwire.comm import connections
+from gradwire.comm import Task, connections
 from gradwire.comm.connections import executor_for
 from gradwire.comm.executor import MAX_TASKS_IN_FLIGHT
 from tests.support.ranks import from_all_ranks, on_ranks
@@ -34,7 +34,7 @@ def sums_of(worker, value, begun=lambda: None):
         await worker.transport.all_reduce(wire)
         return wire[0].item(), wire.data_ptr()
 
-    return worker.submit(task)
+    return worker.submit(Task(task))
 
 
 @on_ranks(2, 3)
@@ -67,7 +67,7 @@ def test_failed_task_lets_earlier_tasks_finish_and_fails_later_ones():
 
     if dist.get_rank() != 0:
         store.wait(["failed"], LIMIT)
-    first, second, third = sums_of(worker, 1), worker.submit(failing), sums_of(worker, 2)
+    first, second, third = sums_of(worker, 1), worker.submit(Task(failing)), sums_of(worker, 2)
     errors = [error_of(future.wait) for future in (second, third, sums_of(worker, 3))]
     assert errors == [("ValueError", "expected")] * 3
     assert first.done()
@@ -113,7 +113,7 @@ def test_task_failure_on_one_rank_raises_on_all_others(exchange, at):
             if fails and k == 1 and stage == at:
                 raise ValueError("expected")
 
-        return worker.submit(lambda _: EXCHANGES[exchange](worker.transport, interrupt))
+        return worker.submit(Task(lambda _: EXCHANGES[exchange](worker.transport, interrupt)))
 
     futures = [submit(k) for k in range(4)]
     errors = [error and error[0] for error in map(error_of, [future.wait for future in futures])]
@@ -135,10 +135,13 @@ def test_peer_lost_between_shots_raises_and_closes_the_groups():
         await worker.transport.all_to_all(torch.zeros_like(sent), sent)
 
     if dist.get_rank() != 0:
-        worker.submit(first_shot).wait()
+        worker.submit(Task(first_shot)).wait()
         worker.close(60)
         return
-    assert error_of(worker.submit(lambda _: two_shots(worker.transport, lambda stage: None)).wait)[0] == "RuntimeError"
+    assert (
+        error_of(worker.submit(Task(lambda _: two_shots(worker.transport, lambda stage: None))).wait)[0]
+        == "RuntimeError"
+    )
     worker.close(60)
     for thread in set(threading.enumerate()) - others:  # the worker, and the one in which the groups close
         thread.join(60)

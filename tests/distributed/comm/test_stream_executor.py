@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from gradwire.comm import Task
 from gradwire.comm.graphs import WARM_UP_STEPS
 from gradwire.comm.stream_executor import StreamExecutor
 from gradwire.compress import (
@@ -108,7 +109,7 @@ def train(device, algorithm):
                 await hook(tensors, iteration, is_last, transport, workspace)
                 return tensors
 
-            futures.append(executor.submit(task))
+            futures.append(executor.submit(Task(task)))
         for future, tensors in zip(futures, buckets, strict=True):
             assert future.wait() is tensors
             for tensor in tensors:  # as the optimizer does
@@ -142,7 +143,7 @@ def test_waiting_for_a_task_without_a_result_orders_what_it_wrote():
             await transport.all_reduce(tensor)
             tensor.add_(1)
 
-        executor.submit(lambda _: task()).wait()
+        executor.submit(Task(lambda _: task())).wait()
         tensor.mul_(2)
     assert tensor.tolist() == [6.0] * 8
 
@@ -154,7 +155,7 @@ def test_results_of_a_failed_step_are_waited_for_before_they_return_to_the_error
         async def task():
             return torch.ones(8)
 
-        step = SimpleNamespace(futures=[executor.submit(lambda _: task()), None])
+        step = SimpleNamespace(futures=[executor.submit(Task(lambda _: task())), None])
         result, nothing = Backward.take_values(step)
         result.add_(1)  # on the main stream
     assert nothing is None
@@ -203,7 +204,7 @@ def test_first_collective_precedes_later_ones_of_the_previous_task():
     with stream_double() as device:
         executor = StreamExecutor(StreamTransport(device), CPU)
         for _ in range(2):
-            futures = [executor.submit(noted(executor, events, k)) for k in (1, 2, 3)]
+            futures = [executor.submit(Task(noted(executor, events, k))) for k in (1, 2, 3)]
             assert [future.wait() for future in futures] == [1, 2, 3]
     # A1, A2, B1, D1, A3, B2, D2, B3, D3: a collective follows each A and B.
     parts = [(1, 0), (2, 0), (1, 1), (1, 2), (3, 0), (2, 1), (2, 2), (3, 1), (3, 2)]
@@ -225,7 +226,7 @@ def test_kernels_do_not_wait_for_a_collective_of_the_next_task():
             await transport.all_reduce(buffer)
 
         for _ in range(3):
-            executor.submit(task)
+            executor.submit(Task(task))
         executor.finish()
     # Of the collectives C1, C2, C1', C3, C2', C3': B1 comes after the first, B2 after D1 and thus the third, B3
     # after D2 and the fifth.
@@ -236,14 +237,14 @@ def test_future_of_an_earlier_task_completes_when_awaited():
     events = []
     with stream_double() as device:
         executor = StreamExecutor(StreamTransport(device), CPU)
-        assert executor.submit(noted(executor, events, 1)).wait() == 1
-        first = executor.submit(noted(executor, events, 2))
+        assert executor.submit(Task(noted(executor, events, 1))).wait() == 1
+        first = executor.submit(Task(noted(executor, events, 2)))
         seen = []
         first.add_done_callback(lambda future: seen.append(future.value()))
         assert seen == []
         assert first.done()
         assert seen == [2]
-        assert executor.submit(noted(executor, events, 3)).value() == 3
+        assert executor.submit(Task(noted(executor, events, 3))).value() == 3
 
 
 def test_last_future_of_a_backward_completes_without_being_awaited():
@@ -254,7 +255,7 @@ def test_last_future_of_a_backward_completes_without_being_awaited():
         x = torch.ones(3, requires_grad=True)
         y, z = 2 * x, 3 * x
         for k, each in enumerate((y, z)):
-            each.register_hook(lambda _, k=k: futures.append(executor.submit(noted(executor, events, k))))
+            each.register_hook(lambda _, k=k: futures.append(executor.submit(Task(noted(executor, events, k)))))
         for _ in range(2):
             (y.sum() + z.sum()).backward(retain_graph=True)
             assert [torch._C.Future.done(future) for future in futures] == [True] * len(futures)
@@ -266,10 +267,10 @@ def test_failed_task_ends_all_collectives_and_fails_the_tasks_in_flight(part):
     events = []
     with stream_double() as device:
         executor = StreamExecutor(StreamTransport(device), CPU)
-        first = executor.submit(noted(executor, events, 1))
-        second = executor.submit(noted(executor, events, 2, fails_at=part))
-        third = executor.submit(noted(executor, events, 3))
-        fourth = executor.submit(noted(executor, events, 4))
+        first = executor.submit(Task(noted(executor, events, 1)))
+        second = executor.submit(Task(noted(executor, events, 2, fails_at=part)))
+        third = executor.submit(Task(noted(executor, events, 3)))
+        fourth = executor.submit(Task(noted(executor, events, 4)))
         outcomes = []
         for future in (first, second, third, fourth):
             try:
@@ -286,10 +287,10 @@ def test_failed_task_ends_all_collectives_and_fails_the_tasks_in_flight(part):
 def test_abandoned_executor_fails_the_task_in_flight():
     with stream_double() as device:
         executor = StreamExecutor(StreamTransport(device), CPU)
-        future = executor.submit(noted(executor, [], 1))
+        future = executor.submit(Task(noted(executor, [], 1)))
         executor.abandon()
         with pytest.raises(RuntimeError, match="The executor is closed"):
             future.wait()
         with pytest.raises(RuntimeError, match="The executor is closed"):
-            executor.submit(noted(executor, [], 2)).wait()
+            executor.submit(Task(noted(executor, [], 2))).wait()
         assert len(device.collectives) == 1

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradwire.comm import connections_of, executor, groups, store_collectives, transport
+from gradwire.comm import Task, connections_of, executor, groups, store_collectives, transport
 from gradwire.comm.connections import Connections
 from gradwire.comm.store_collectives import POLL_SECONDS, Notices, RanksMissing, gradwire_store, store_all_gather
 from gradwire.hooks._bucket import Bucket, reduce_bucket
@@ -48,7 +48,7 @@ def test_abandoned_executor_touches_no_gradient_later():
         may_end.wait()
         gradient.fill_(1)
 
-    future = executor.submit(task)
+    future = executor.submit(Task(task))
     is_running.wait()
 
     def abandon():

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradwire.comm import torch_internals
+from gradwire.comm import Task, torch_internals
 from gradwire.comm.connections import executor_for
 from gradwire.comm.stream_executor import StreamExecutor
 from gradwire.hooks import powerSGD_hook
@@ -138,7 +138,7 @@ def test_two_shots_obey_nccl_rules(pieces):
     with gpu_on_cpu():
         executor = executor_for(group, torch.device("cpu"))
         assert executor.transport.pieces(1 << 30) == 1
-        futures = [executor.submit(lambda _, k=k: two_shots(executor.transport, k)) for k in (1, 2)]
+        futures = [executor.submit(Task(lambda _, k=k: two_shots(executor.transport, k))) for k in (1, 2)]
         for k, future in zip((1, 2), futures, strict=True):
             assert (future.wait() == n * k + n * (n - 1) // 2).all()
     calls = [name for name, *_ in group.calls]

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradwire.comm import GroupTransport, Transport, run_algorithm
+from gradwire.comm import GroupTransport, Task, Transport, run_algorithm
 from gradwire.comm.connections import connections_of, executor_for
 from gradwire.comm.transport import MAX_CELL_BYTES, MAX_PIECES, clear_frames, pieces_on_gloo
 from tests.support.ranks import on_ranks
@@ -45,7 +45,7 @@ def expected_shots(rank, world_size, shape):
 
 def through_executor(sent):
     worker = executor_for(None, CPU)
-    return worker.submit(lambda _: two_shots(worker.transport, sent)).wait()
+    return worker.submit(Task(lambda _: two_shots(worker.transport, sent))).wait()
 
 
 def through(make):
