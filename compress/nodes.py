@@ -43,7 +43,8 @@ async def quantized_all_reduce_on_nodes(step: Step) -> None:
     """Write the mean of the gradients over all ranks into the results, quantized between nodes.
 
     Args:
-        step: its memory is a `NodeBucket`, built for its transport, that of all ranks. Its errors are modified.
+        step: its memory is a `NodeBucket`, whose errors are modified. Its transport is that of all ranks, for which the
+            bucket was built.
     """
     bucket: NodeBucket = step.memory
     source, target = step.gradients, step.results

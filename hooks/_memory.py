@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.comm import Transport, executor_for
+from gradwire.comm import Task, Transport, executor_for
 from gradwire.compress._validation import (
     check_elements,
     check_memory_shape,
@@ -26,7 +26,7 @@ ERRORS = "errors"  # the entry with error memory
 
 
 class Owner(Protocol):
-    """What the memory asks of its hook state."""
+    """The part of a hook state that its memory uses."""
 
     names: ParameterNames
 
@@ -92,7 +92,7 @@ class StateMemory:
     # Buckets.
 
     def of_bucket(self, bucket: Bucket, names: tuple[str, ...], group: dist.ProcessGroup) -> Any:
-        """The memory of a bucket: that of the last step, or new, from earlier or loaded memory."""
+        """The memory of a bucket. A new bucket starts from the memory of earlier ones, or from a checkpoint."""
         made_for = (id(bucket.first), bucket.layouts, bucket.dtype, bucket.device, group.size(), group.rank())
         kept = self.buckets.get(names)
         if kept is None or kept[0] != made_for:
@@ -113,7 +113,7 @@ class StateMemory:
         return made
 
     def make_bucket(self, parameters: Sequence[Tensor], dtype: torch.dtype, names: Sequence[str]) -> BucketMemory:
-        """The declared memory of new buckets, which starts from that of earlier ones, or from zeros."""
+        """New declared memory for these parameters, copied from earlier buckets where there is some, else zeros."""
         layouts = [layout_in_dtype(as_real(parameter), dtype) for parameter in parameters]
         tensors: dict[str, dict[str, Tensor]] = {entry: {} for entry in self.declared}
         for entry, declared in self.declared.items():
@@ -204,7 +204,7 @@ class StateMemory:
                         await executor.transport.all_reduce(memory_order(total))
                         merged[name] = total.cpu()
 
-            executor.submit(lambda _: add_up()).wait()
+            executor.submit(Task(lambda _: add_up())).wait()
         return merged
 
     def load(self, saved: MemoryByName) -> None:
@@ -234,7 +234,7 @@ class StateMemory:
         return {entry: self.tensors(entry) for entry, declared in self.declared.items() if declared.merge == "same"}
 
     def facts(self, is_loaded_anew: bool, compares: bool) -> dict[str, object]:
-        """What a handshake compares: after a load, numbers of tensors, and digests of those equal on all ranks."""
+        """Facts for the handshake: numbers of loaded tensors, and digests of memory that all ranks must share."""
         facts: dict[str, object] = {}
         for entry, declared in self.declared.items():
             if declared.merge == "same" and (is_loaded_anew or compares):
@@ -297,5 +297,5 @@ class StateMemory:
 
 
 def _folded(bucket: Any) -> MemoryByName:
-    """What the next bucket inherits where it differs from ``bucket.memory``."""
+    """This rank's errors of a bucket that keeps them in another form than ``bucket.memory``; else empty."""
     return {ERRORS: bucket.folded_errors()} if hasattr(bucket, "folded_errors") else {}

@@ -125,7 +125,7 @@ def with_option_attributes(options: type) -> Callable[[State], State]:
 def _compared_options(kind: type, local: frozenset[str]) -> tuple[tuple[str, ...], Callable[[Any], tuple[Any, ...]]]:
     """The names of the options that must be equal on all ranks, and a function that returns their values."""
     names = tuple(each.name for each in fields(kind) if each.name not in local)
-    # Of a single name, it would return the value and not a tuple.
+    # With a single name, attrgetter returns the value itself, not a tuple.
     values = operator.attrgetter("__class__.__name__", *names) if names else lambda options: (kind.__name__,)
     return ("options", *names), values
 
@@ -429,7 +429,7 @@ class HookState(HookSettings):
             self._begin_step()
             self._step_in_progress = self._iter + 1
         connections = self.handshake.agree(self, bucket, self._process_group)
-        names = bucket.names or self._parameter_names(bucket)
+        names = self._parameter_names(bucket)
         if not self._patterns_match:
             self.names.note(names, bucket)
             self._check_patterns()

@@ -7,7 +7,7 @@ rank. gradwire's send as many bytes as a ring all-reduce of the quantized bucket
 
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 
@@ -130,6 +130,11 @@ AnyBucket = QuantizedBucket | NodeBucket
 def bucket_kind(options: Quantization) -> type[QuantizedBucket] | type[NodeBucket]:
     """The class of buckets that are averaged among all ranks directly, or on nodes of several ranks."""
     return NodeBucket if options.local_size > 1 else QuantizedBucket
+
+
+def algorithm_of(bucket: AnyBucket | None) -> Callable[[Step], Algorithm[None]]:
+    """The algorithm of a bucket of either class."""
+    return quantized_all_reduce_on_nodes if isinstance(bucket, NodeBucket) else quantized_all_reduce
 
 
 class QuantizationState(HookState):
@@ -273,7 +278,7 @@ def quantization_hook(state: QuantizationState, bucket: GradBucket) -> torch.fut
 
 
 def _quantized(options: QuantizationOptions, step: Step) -> Algorithm[None]:
-    algorithm = quantized_all_reduce_on_nodes if isinstance(step.memory, NodeBucket) else quantized_all_reduce
+    algorithm = algorithm_of(step.memory)
     return step.in_graphs(partial(algorithm, step)) if options.cuda_graphs else algorithm(step)
 
 
@@ -351,22 +356,18 @@ def quantized_reduction(
     quantized = None
     if not adapted.is_sparse:
         quantized = _quantized_bucket(connections.executor(adapted.device), adapted, wire, block_size, local_size)
-
-    telemetry = settings.telemetry
-    algorithm = quantized_all_reduce_on_nodes if isinstance(quantized, NodeBucket) else quantized_all_reduce
-    return reduce_bucket(connections, adapted, algorithm, settings.hook_name, memory=quantized, telemetry=telemetry)
+    algorithm, name = algorithm_of(quantized), settings.hook_name
+    return reduce_bucket(connections, adapted, algorithm, name, memory=quantized, telemetry=settings.telemetry)
 
 
 def _quantized_bucket(
     executor: Executor, bucket: Bucket, wire: str, block_size: int, local_size: int | str
 ) -> AnyBucket:
     buckets, transport = _buckets_of.setdefault(executor, {}), executor.transport
-    dtype, parameters = bucket.dtype, bucket.parameters()
     n_local = ranks_on_node(local_size, transport)
-    layouts = ((parameter.shape, parameter.stride()) for parameter in parameters)
-    key = (wire, block_size, n_local, dtype, *layouts)
+    key = (wire, block_size, n_local, bucket.dtype, *bucket.layouts)
     if key not in buckets:
-        formats = [WIRE_FORMATS[wire]] * len(parameters)
+        formats = [WIRE_FORMATS[wire]] * len(bucket.layouts)
         options = Quantization(block_size=block_size, error_dtype=None, local_size=n_local)
         buckets[key] = bucket_kind(options)(bucket.real_layouts(), formats, transport, options)
     return buckets[key]

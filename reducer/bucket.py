@@ -42,7 +42,6 @@ class BucketBase(hooks.Bucket):
         self._parameters = spec.parameters
         self._names = spec.names
         self.members = spec.members
-        self.layouts = [(parameter.shape, parameter.stride()) for parameter in spec.parameters]
         # For hooks; the reducer sets the others in each launch.
         self.position, self.is_final, self.first = spec.index, spec.is_last, spec.parameters[0]
         self.device, self.dtype = spec.parameters[0].device, spec.parameters[0].dtype.to_real()
