@@ -35,11 +35,8 @@ from gradwire.comm.store_collectives import (
     store_all_gather,
 )
 from gradwire.comm.torch_internals import default_group, is_initialized_group
-from gradwire.hooks._bucket import (
-    Bucket,
-    is_gradwire_hook,
-    registered_wrappers,
-)
+from gradwire.hooks._bucket import Bucket, is_gradwire_hook
+from gradwire.hooks._names import registered_wrappers
 
 # Longest wait for the other ranks in a later handshake, or half of the process group's timeout if that is less: a
 # rank that does not join already waits in a collective, and must get the reason before its timeout. In the first

@@ -18,8 +18,9 @@ from gradwire.compress._validation import (
     checked_tensors,
 )
 from gradwire.compress.memory import BucketMemory, Memory, MemoryByName
-from gradwire.hooks._bucket import Bucket, ParameterNames, is_number, plain_name
+from gradwire.hooks._bucket import Bucket
 from gradwire.hooks._handshake import digest
+from gradwire.hooks._names import ParameterNames, is_number, plain_name
 from gradwire.kernels import SegmentTable, as_real, gradient_layout, layout_in_dtype, memory_order
 
 ERRORS = "errors"  # the entry with error memory

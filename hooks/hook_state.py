@@ -46,18 +46,16 @@ from gradwire.compress.memory import Memory, MemoryByName
 from gradwire.hooks._bucket import (
     Bucket,
     GradBucket,
-    ParameterNames,
     check_process_group,
     ddp_hook,
     described,
     is_gradwire_hook,
-    is_number,
     reduce_bucket,
-    registered_wrappers,
     zero_copy,
 )
 from gradwire.hooks._handshake import Handshake, check_same_ranks
 from gradwire.hooks._memory import StateMemory
+from gradwire.hooks._names import ParameterNames, is_number, registered_wrappers
 from gradwire.hooks.telemetry import Report, Telemetry
 from gradwire.kernels import (
     dispatch,

@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from gradwire.compress._validation import check_elements, check_entries, check_tensor
-from gradwire.hooks._bucket import CommHook, plain_name
+from gradwire.hooks._bucket import CommHook
+from gradwire.hooks._names import plain_name
 from gradwire.hooks.hook_state import HookSettings, HookState, check_pairing, in_group, option_values
 from gradwire.kernels import WIRE_FORMATS
 from gradwire.sharded.exchange import ShardedExchange, name_of
