@@ -124,6 +124,10 @@ class Connections:
                 self.check()
         return executor
 
+    def existing_executor(self, device: torch.device) -> Executor | None:
+        """The executor on a device; None if there is none yet, or an exchange has failed."""
+        return self._executors.get(device)
+
     def replace_executor(self, executor: Executor, device: torch.device) -> None:
         """Run the hooks' algorithms on a device in ``executor`` from now on, to measure a hook without a network."""
         if device in self._executors:

@@ -30,7 +30,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future, collect_all
 
-from gradwire.comm.graphs import PiecewiseGraphs
 from gradwire.comm.groups import DESTROY_SECONDS, destroy
 from gradwire.comm.store_collectives import POLL_SECONDS
 from gradwire.comm.transport import Algorithm, Driver, GroupTransport, Transport
@@ -54,21 +53,19 @@ class Workspace:
     """One buffer that buckets reuse in turn, sized for the largest bucket of the last ``STEPS_BEFORE_SHRINKING`` steps.
 
     On a GPU, queued kernels may still read a buffer that was replaced: `Tensor.record_stream` keeps its memory until
-    they are done. A CUDA graph replays the addresses of its capture: a captured buffer lives as long as the workspace.
+    they are done. A CUDA graph or a `Plan` repeats addresses: their buffers live as long as the workspace.
 
     Args:
         device: device of the buffer.
-        graphs: CUDA graphs of algorithms that use this workspace, where its executor allows them.
     """
 
     STEPS_BEFORE_SHRINKING = 4
 
-    def __init__(self, device: torch.device, graphs: PiecewiseGraphs | None = None) -> None:
-        self.graphs = graphs
+    def __init__(self, device: torch.device) -> None:
         self._device = device
         self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
         self._peaks: deque[int] = deque(maxlen=self.STEPS_BEFORE_SHRINKING)
-        self._captured: list[Tensor] = []  # buffers whose addresses a CUDA graph may hold
+        self._kept: list[Tensor] = []  # buffers whose addresses a CUDA graph or a plan may hold
 
     @property
     def nbytes(self) -> int:
@@ -79,7 +76,7 @@ class Workspace:
         """Mark the start of a step: its first bucket comes next."""
         largest = max(self._peaks, default=0)
         is_known = len(self._peaks) == self.STEPS_BEFORE_SHRINKING
-        if is_known and largest < self._buffer.nbytes and not self._is_captured() and not self._is_capturing():
+        if is_known and largest < self._buffer.nbytes and not self._is_kept() and not self._is_capturing():
             self._buffer = self._buffer.new_empty(largest)
         self._peaks.append(0)
 
@@ -102,12 +99,17 @@ class Workspace:
             self._buffer = self._buffer.new_empty(nbytes)
         if self._device.type == "cuda":
             self._buffer.record_stream(torch.cuda.current_stream(self._device.index))
-            if self._is_capturing() and not self._is_captured():
-                self._captured.append(self._buffer)
+            if self._is_capturing():
+                self.keep_buffer()
         wires = []
         for start, (numel, dtype) in zip(starts, sizes, strict=True):
             wires.append(self._buffer[start : start + numel * dtype.itemsize].view(dtype))
         return wires
+
+    def keep_buffer(self) -> None:
+        """Keep the current buffer as long as the workspace, and do not shrink it."""
+        if not self._is_kept():
+            self._kept.append(self._buffer)
 
     def _is_capturing(self) -> bool:
         if self._device.type != "cuda":
@@ -115,8 +117,8 @@ class Workspace:
         with torch.cuda.device(self._device.index):  # the call asks about the current device
             return torch.cuda.is_current_stream_capturing()
 
-    def _is_captured(self) -> bool:
-        return any(buffer is self._buffer for buffer in self._captured)
+    def _is_kept(self) -> bool:
+        return any(buffer is self._buffer for buffer in self._kept)
 
 
 class Task(NamedTuple):

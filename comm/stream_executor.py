@@ -10,8 +10,15 @@ from torch import Tensor
 from torch.futures import Future
 
 from gradwire.comm.executor import CLOSED, MAX_TASKS_IN_FLIGHT, Executor, Task, Workspace
-from gradwire.comm.graphs import PiecewiseGraphs
-from gradwire.comm.torch_internals import NO_BACKWARD, current_backward, queue_callback
+from gradwire.comm.plan import Plan
+from gradwire.comm.torch_internals import (
+    NO_BACKWARD,
+    current_backward,
+    exchange_device,
+    maybe_exchange_device,
+    profiler_range,
+    queue_callback,
+)
 from gradwire.comm.transport import Driver, GroupTransport
 
 HIGH_PRIORITY = -1  # the few kernels of a hook must not queue after those of the backward
@@ -34,12 +41,12 @@ class StreamExecutor(Executor):
     """
 
     def __init__(self, transport: GroupTransport, device: torch.device) -> None:
-        super().__init__(transport, [Workspace(device, PiecewiseGraphs()) for _ in range(MAX_TASKS_IN_FLIGHT)])
+        super().__init__(transport, [Workspace(device) for _ in range(MAX_TASKS_IN_FLIGHT)])
         self._device = device
         self.index = device.index  # `torch.cuda` takes 3 us to turn a device into its index
         self._kernels = torch.cuda.Stream(device, priority=HIGH_PRIORITY)
         self._collectives = torch.cuda.Stream(device, priority=HIGH_PRIORITY)
-        self._latest: Result | None = None  # that of the latest task, unless it was enqueued to its end
+        self._latest: Result | Handle | None = None  # that of the latest task, unless it was enqueued to its end
         self._n_submitted = 0  # tasks since all were enqueued to their ends
         self._backward = NO_BACKWARD  # the backward at whose end `finish` will be called
         self._error: Exception | None = None
@@ -48,23 +55,59 @@ class StreamExecutor(Executor):
     def has_failed(self) -> bool:  # noqa: D102
         return self._error is not None
 
-    def submit(self, task: Task) -> Future[Any]:  # noqa: D102
+    @property
+    def place(self) -> int:
+        """Index of the workspace of the next task."""
+        return self._n_submitted % MAX_TASKS_IN_FLIGHT
+
+    def submit(self, task: Task, plan: Plan | None = None) -> Future[Any]:
+        """Queue a task; its future gets the result or the exception. ``plan``, for this `place`, records the task."""
         future = Result(self, [self._device])
         if self._error is not None:
             future.set_exception(self._error)
             return future
         self._kernels.wait_stream(torch.cuda.current_stream(self.index))
-        workspace = self.workspaces[self._n_submitted % MAX_TASKS_IN_FLIGHT]
-        self._n_submitted += 1
-        before, self._latest = self._latest, future
+        workspace = self.workspaces[self.place]
+        future.recorded = plan
         begin, name, value, on_error = task
+        before = self._enter(future)
         self._advance(future, lambda: Driver(begin(workspace), self.transport, name, value, on_error))
         self._run_to_end(before)
+        return future
+
+    def replay(
+        self, plan: Plan, value: Tensor, refresh: Callable[[], None], takes_future: bool = False
+    ) -> Result | Handle:
+        """Repeat a recorded task at the `place` of its plan, which is complete.
+
+        Args:
+            plan: the plan.
+            value: the result of the task.
+            refresh: replaces the addresses and numbers in device memory that the task reads, in the current stream.
+            takes_future: whether to return a future, which takes the host longer than a `Handle`.
+        """
+        flight = Result(self, [self._device]) if takes_future else Handle(self)
+        if self._error is not None:
+            flight.set_exception(self._error)
+            return flight
+        flight.plan, flight.value_of_replay = plan, value
+        plan.begin.record(torch.cuda.current_stream(self.index))
+        plan.begin.wait(self._kernels)
+        before = self._enter(flight)
+        with profiler_range("gradwire::replay"):
+            self._replay_part(flight, refresh)
+        self._run_to_end(before)
+        return flight
+
+    def _enter(self, flight: Result | Handle) -> Result | Handle | None:
+        """Make a task the latest; returns the one before it. The end of the backward enqueues the rest."""
+        self._n_submitted += 1
+        before, self._latest = self._latest, flight
         backward = current_backward()
         if backward not in (NO_BACKWARD, self._backward):
             self._backward = backward
             queue_callback(self.finish)
-        return future
+        return before
 
     def finish(self) -> None:  # noqa: D102
         latest, self._latest = self._latest, None
@@ -77,13 +120,49 @@ class StreamExecutor(Executor):
     def abandon(self) -> None:  # noqa: D102
         self._error = self._error or RuntimeError(CLOSED)
         self.finish()
-        for workspace in self.workspaces:
-            if workspace.graphs is not None:
-                workspace.graphs.reset()
 
-    def _run_to_end(self, result: Result | None) -> None:
-        while result is not None and result.driver is not None:
-            self._advance(result)
+    def _run_to_end(self, flight: Result | Handle | None) -> None:
+        if flight is None:
+            return
+        while flight.plan is not None:
+            self._replay_part(flight)
+        while flight.driver is not None:
+            self._advance(flight)
+
+    def _replay_part(self, flight: Result | Handle, refresh: Callable[[], None] | None = None) -> None:
+        """Enqueue the launches of a part, and its collective; or the last part, and complete ``flight``."""
+        plan = flight.plan
+        assert plan is not None
+        calls, collective = plan.parts[flight.part]
+        device, before = exchange_device(self.index), torch.cuda.current_stream(self.index)
+        try:
+            if self._error is not None:
+                raise self._error
+            torch.cuda.set_stream(self._kernels)
+            if refresh is not None:
+                refresh()
+            else:
+                plan.done.wait(self._kernels)
+            for call in calls:
+                call()
+            flight.part += 1
+            if collective is None:
+                flight.plan = None
+                plan.ended.record(self._kernels)
+                flight.complete(plan.ended)
+                return
+            plan.sent.record(self._kernels)
+            plan.sent.wait(self._collectives)
+            torch.cuda.set_stream(self._collectives)
+            self.transport.run(collective)
+            plan.done.record(self._collectives)
+        except Exception as error:
+            self._error = self._error or error
+            flight.plan = None
+            flight.set_exception(error)
+        finally:
+            torch.cuda.set_stream(before)
+            maybe_exchange_device(device)
 
     def _advance(self, result: Result, begin: Callable[[], Driver[Any]] | None = None) -> None:
         """Enqueue kernels up to the next collective, and the collective; or to the end, and complete the future.
@@ -104,8 +183,11 @@ class StreamExecutor(Executor):
                 assert driver is not None
                 if result.collective_done is not None:
                     self._kernels.wait_event(result.collective_done)
-                collective = driver.advance()
+                plan = result.recorded
+                collective = driver.advance() if plan is None else plan.advance(driver, self._kernels.cuda_stream)
                 if collective is None:
+                    if plan is not None:
+                        self.workspaces[plan.place].keep_buffer()
                     result.driver = None
                     if not isinstance(driver.result, Tensor):
                         result.ended = self._kernels.record_event()
@@ -126,23 +208,75 @@ class StreamExecutor(Executor):
                 torch.cuda.set_stream(before)
 
 
+class Handle:
+    """What a `Result` is to a submitted task, for a replayed one that gradwire's reducer waits for: it takes no future.
+
+    Attributes:
+        plan, part: the plan, until it is enqueued to its end, and the next part.
+        value_of_replay: the result.
+    """
+
+    __slots__ = ("_ended", "_error", "_executor", "driver", "part", "plan", "value_of_replay")
+
+    def __init__(self, executor: StreamExecutor) -> None:
+        self._executor = executor
+        self._error: Exception | None = None
+        self.plan: Plan | None = None
+        self.value_of_replay: Tensor | None = None
+        self.part = 0
+        self.driver = None
+
+    def complete(self, ended: torch.cuda.Event) -> None:
+        """Note that all of the task is enqueued."""
+        self._ended = ended
+
+    def set_exception(self, error: Exception) -> None:
+        """Note that the task has failed."""
+        self._error = error
+
+    def done(self) -> bool:
+        """Enqueue the rest of the task; returns True."""
+        if self.plan is not None:
+            self._executor.finish()
+        return True
+
+    def wait(self) -> Tensor | None:
+        """The value, for which the current stream waits; raises the error of the task."""
+        self.done()
+        if self._error is not None:
+            raise self._error
+        self._ended.wait(torch.cuda.current_stream(self._executor.index))
+        return self.value_of_replay
+
+
 class Result(Future[Any]):
     """The future of a task. Asking for the result enqueues the rest of the task, also in the middle of a backward.
 
     Attributes:
         driver: runs the coroutine of the task; None before it has begun and once it has ended.
+        recorded: records the task.
+        plan, part: the plan that the task replays, until it is enqueued to its end, and the next part.
+        value_of_replay: the result of a replayed task.
         collective_done: recorded after the collective that the task awaits; None before the first one.
         ended: recorded at the end of a task that returns no tensor. PyTorch's futures order only the tensors of their
             result; `wait` then orders the current stream after the task, and `then` does not.
     """
 
     driver: Driver[Any] | None = None
+    recorded: Plan | None = None
+    plan: Plan | None = None
+    part = 0
+    value_of_replay: Tensor | None = None
     collective_done: torch.cuda.Event | None = None
     ended: torch.cuda.Event | None = None
 
     def __init__(self, executor: StreamExecutor, devices: Sequence[torch.device]) -> None:
         super().__init__(devices=list(devices))
         self._executor = executor
+
+    def complete(self, ended: torch.cuda.Event) -> None:
+        """Set the result of a replayed task, in its stream."""
+        self.set_result(self.value_of_replay)
 
     def done(self) -> bool:  # noqa: D102
         if not super().done():

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -45,8 +46,12 @@ with private_names():
     current_backward: Callable[[], int] = torch._C._current_graph_task_id
     # Calls a function at the end of the running backward, after the functions queued before.
     queue_callback: Callable[[Callable[[], None]], None] = _engine.queue_callback
+    # Make another device current, and return the one before; the second does nothing for -1.
+    exchange_device: Callable[[int], int] = torch.cuda._exchange_device
+    maybe_exchange_device: Callable[[int], int] = torch.cuda._maybe_exchange_device
     _ATTRIBUTES = (
         bindings.AllgatherOptions,
+        bindings.AllreduceOptions,
         bindings.AllToAllOptions,
         bindings.Backend._get_sequence_number_for_group,  # type: ignore[attr-defined]
         PrefixStore._underlying_non_prefix_store,  # type: ignore[attr-defined]
@@ -159,6 +164,21 @@ def gloo_options(timeout: timedelta) -> Any:
 # unregistered groups, and PyTorch 2.13 warns of `all_gather_into_tensor`.
 
 
+@cache
+def _options(kind: str, is_async: bool) -> Any:
+    options: Any = getattr(bindings, kind)()
+    options.asyncOp = is_async
+    return options
+
+
+@cache
+def all_reduce_options(op: Any, is_async: bool) -> Any:
+    """Options of ``ProcessGroup.allreduce`` for a sum or another reduction; see `all_to_all` for ``is_async``."""
+    options: Any = bindings.AllreduceOptions()
+    options.reduceOp, options.asyncOp = op, is_async
+    return options
+
+
 def all_to_all(
     received: Tensor, sent: Tensor, group: dist.ProcessGroup, *, is_async: bool, splits: Sequence[int] = ()
 ) -> dist.Work | None:
@@ -167,13 +187,9 @@ def all_to_all(
     Both tensors are contiguous. ``splits`` are the sizes of the parts, by rank; by default, they are equal. If not
     ``is_async``, NCCL uses the current stream, and the result may be None.
     """
-    options: Any = bindings.AllToAllOptions()
-    options.asyncOp = is_async
-    return group.alltoall_base(received, sent, list(splits), list(splits), options)
+    return group.alltoall_base(received, sent, list(splits), list(splits), _options("AllToAllOptions", is_async))
 
 
 def all_gather(gathered: Tensor, own: Tensor, group: dist.ProcessGroup, *, is_async: bool) -> dist.Work | None:
     """Launch the concatenation of the ranks' 1-D contiguous tensors, of one size, in rank order; see `all_to_all`."""
-    options: Any = bindings.AllgatherOptions()
-    options.asyncOp = is_async
-    return group._allgather_base(gathered, own, options)
+    return group._allgather_base(gathered, own, _options("AllgatherOptions", is_async))

@@ -21,7 +21,7 @@ from torch.futures import Future
 
 from gradwire.comm.groups import OwnGroup, destroy
 from gradwire.comm.store_collectives import POLL_SECONDS
-from gradwire.comm.torch_internals import all_gather, all_to_all, profiler_range
+from gradwire.comm.torch_internals import all_gather, all_reduce_options, all_to_all, profiler_range
 
 T = TypeVar("T")
 # gloo queues its ready-to-receive notice behind its own outgoing data, so one message never fills both directions of a
@@ -48,13 +48,17 @@ class Collective(ABC):
     def __await__(self) -> Generator[Collective, None, None]:
         return iter((self,))  # type: ignore[return-value]  # cheaper than a generator, which is called twice
 
-    @abstractmethod
     def run(self, group: dist.ProcessGroup) -> None:
-        """Run in the current stream of the tensors."""
+        """Run in the current stream of the tensors. May be called again, for the same tensors."""
+        for work in self.start(group, is_async=False):
+            work.wait()
 
     @abstractmethod
-    def start(self, group: dist.ProcessGroup) -> list[dist.Work]:
-        """Launch every message and return one `dist.Work` per message; PyTorch need not know the group."""
+    def start(self, group: dist.ProcessGroup, is_async: bool = True) -> list[dist.Work]:
+        """Launch every message and return one `dist.Work` per message; PyTorch need not know the group.
+
+        If not ``is_async``, NCCL uses the current stream, and there may be no works.
+        """
 
     @abstractmethod
     def run_alone(self) -> None:
@@ -149,22 +153,21 @@ class AllReduce(Collective):
             for part in parts:
                 self.payload_bytes += part.nbytes
 
-    def run(self, group: dist.ProcessGroup) -> None:
-        """Run one tensor after another: NCCL's coalesced all-reduce takes tensors of one dtype only."""
-        for tensor in self.tensors:
-            dist.all_reduce(tensor, self.op, group=group)
+    def start(self, group: dist.ProcessGroup, is_async: bool = True) -> list[dist.Work]:
+        """Launch an all-reduce of each tensor, of a sparse one only once the previous sparse one is done.
 
-    def start(self, group: dist.ProcessGroup) -> list[dist.Work]:
-        """Launch an all-reduce of each tensor, of a sparse one only once the previous sparse one is done."""
+        NCCL's coalesced all-reduce takes tensors of one dtype only.
+        """
         works = []
-        options: Any = dist.AllreduceOptions()
-        options.reduceOp = self.op
+        options = all_reduce_options(self.op, is_async)
         for tensor in self.tensors:
             if tensor.is_sparse and self._latest_sparse:
                 self._latest_sparse.pop().wait()
             # `dist.all_reduce` takes only groups that PyTorch knows, which gradwire's own are not.
-            works.append(group.allreduce([torch.view_as_real(tensor) if tensor.is_complex() else tensor], options))
-            if tensor.is_sparse:
+            work = group.allreduce([torch.view_as_real(tensor) if tensor.is_complex() else tensor], options)
+            if work is not None:
+                works.append(work)
+            if tensor.is_sparse and works:
                 # A further future: the work's own would keep the tensor alive.
                 self._latest_sparse.append(works[-1].get_future().then(lambda _: None))
         return works
@@ -182,11 +185,6 @@ class Shot(Collective):
     def __init__(self, target: Tensor, source: Tensor, payload_bytes: int) -> None:
         self.target, self.source, self.payload_bytes = target, source, payload_bytes
         self.part: PartialTransport | None = None  # of the n ranks; None: all ranks of the group
-
-    def run(self, group: dist.ProcessGroup) -> None:
-        """Launch every piece, then wait for each."""
-        for work in self.start(group, is_async=False):
-            work.wait()
 
     def start(self, group: dist.ProcessGroup, is_async: bool = True) -> list[dist.Work]:
         """Launch every piece."""

@@ -238,6 +238,7 @@ class LowRankBucket:
         self.kernels = bound_low_rank(self.table)
         self.finite = torch.ones(len(matrices), dtype=torch.int32, device=device)
         self.counter = torch.full((1,), iteration, dtype=torch.int64, device=device)
+        self._counted = iteration  # value of ``counter`` after the latest step
 
         by_name = {names[i]: layouts[i] for i in compressed}
         self.memory: dict[str, dict[str, Tensor]] = {"errors": {}, "q": {}, "p": {}}
@@ -306,6 +307,7 @@ class LowRankBucket:
             if not is_in_place:
                 others_target = list(map(target.__getitem__, self._others))
             uncompressed = Uncompressed(self._others_table, others_source, others_target, others, sends[0])
+        self._counted = iteration + 1
         # Every replay of a CUDA graph would set the same number, so a captured step increments the counter instead.
         advance_to = None if is_capturing(self.counter.device) else iteration + 1
         kept = self.q if sends[-1] is self.table.q else self.p
@@ -357,7 +359,9 @@ class LowRankBucket:
 
         Then a CUDA graph of an earlier step can be replayed, if both steps are in place or both are not.
         """
-        self.counter.fill_(iteration)
+        if iteration != self._counted:
+            self.counter.fill_(iteration)
+        self._counted = iteration + 1
         targets = self._addresses(target)
         errors = [error.data_ptr() for error in self._errors] if self._errors is not None else targets
         self.table.on_device_addresses([*self._addresses(source), *targets, *errors])

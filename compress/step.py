@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Sequence
-from functools import cached_property, partial
+from collections.abc import Sequence
+from functools import cached_property
 from math import inf
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from gradwire.comm.executor import Workspace
-from gradwire.comm.transport import Algorithm, Transport
+from gradwire.comm.transport import Transport
 from gradwire.kernels import SegmentTable, as_real
 
 
@@ -117,19 +117,3 @@ class Step:
         """Whether the mean is written over the gradients."""
         gradients, results = self.gradients, self.results
         return gradients is results or all(map(operator.is_, gradients, results))
-
-    def in_graphs(self, start: Callable[[], Algorithm[None]], variant: Hashable = None) -> Algorithm[None]:
-        """Run an algorithm of ``memory`` in `PiecewiseGraphs`, or as it is where its kernels cannot be captured.
-
-        ``memory`` has ``can_capture``, and ``refresh(gradients, results, iteration)`` for the numbers on the device
-        that a replay reads.
-
-        Args:
-            start: creates the algorithm.
-            variant: the decisions of the host about this step.
-        """
-        graphs = self.workspace.graphs
-        if graphs is None or not self.memory.can_capture:
-            return start()
-        refresh = partial(self.memory.refresh, self.gradients, self.results, self.iteration)
-        return graphs.run(self.memory, (self.is_in_place, variant), start, refresh)

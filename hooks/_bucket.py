@@ -17,10 +17,13 @@ import torch.distributed as dist
 from torch.futures import Future
 
 from gradwire.comm import Algorithm, Connections, Task, Transport, Workspace
+from gradwire.comm.stream_executor import StreamExecutor
 from gradwire.compress import Gradients, Step, sparse_all_reduce
-from gradwire.hooks.telemetry import Telemetry
+from gradwire.hooks._plans import Plans
 from gradwire.kernels import SegmentTable, as_real, gradient_layout, is_capturing, layout_in_dtype
 
+if TYPE_CHECKING:
+    from gradwire.hooks.hook_state import HookSettings
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket as GradBucket
 else:  # PyTorch compares the annotation of a hook with this class
@@ -83,6 +86,8 @@ class Bucket:
         model_number: number of the model's exchange on the process group, equal on all ranks.
         n_passes: number of synchronized forwards of the model; 0 if it must not be compared.
         model_parameters: all parameters of the model that are averaged; None on PyTorch's DDP.
+        divisor: number of ranks with inputs left, by which the default reduction divides; 0 if it is not known.
+        plans: the recorded steps of the bucket; None: those of the settings for PyTorch's DDP.
     """
 
     position: int
@@ -99,6 +104,8 @@ class Bucket:
     model_number = 0
     n_passes = 0
     model_parameters: Sequence[torch.Tensor] | None = None
+    divisor = 0
+    plans: Plans | None = None
 
     @staticmethod
     def of(bucket: Any) -> "Bucket":
@@ -163,13 +170,12 @@ def reduce_bucket(
     connections: Connections,
     bucket: Bucket,
     algorithm: Callable[[Step], Algorithm[None]],
-    name: str,
+    settings: "HookSettings",
     *,
     memory: Any = None,
     iteration: int = 0,
     names: tuple[str, ...] = (),
     divisor: int | None = None,
-    telemetry: Telemetry | None = None,
 ) -> Future[torch.Tensor]:
     """Run ``algorithm(step)`` on a bucket, in bucket order; the future has its result.
 
@@ -177,10 +183,10 @@ def reduce_bucket(
         connections: those on the process group of the ranks to average over.
         bucket: the bucket. A sparse gradient is averaged without the algorithm, by ``divisor`` or the world size.
         algorithm: an ``async`` function that awaits its collectives.
-        name: name of the hook, for profiler ranges.
+        settings: those of the hook.
         memory, iteration, names: of the `Step`. On PyTorch's DDP, `Step.gradients` needs ``memory.layout``.
-        telemetry: that of the hook's state.
     """
+    name, telemetry = settings.hook_name, settings.telemetry
     device, position, is_final = bucket.device, bucket.position, bucket.is_final
     executor = connections.executor(device)
     transport, workspaces = executor.transport, executor.workspaces
@@ -189,7 +195,8 @@ def reduce_bucket(
     if bucket.is_sparse:
         result = bucket.buffer()
     else:
-        work = bucket.work(_tables_of.setdefault(transport, {}), getattr(memory, "layout", None))
+        tables = _tables_of.setdefault(transport, {})
+        work = bucket.work(tables, getattr(memory, "layout", None))
         result = work.result
     # Not in the task: `sample` calls the user's report, which must run in the training thread.
     sample = telemetry.sample(position) if telemetry is not None and not is_capturing(device) else None
@@ -208,10 +215,25 @@ def reduce_bucket(
 
     # PyTorch's DDP raises "Unable to cast ... to Tensor", without a traceback.
     log = functools.partial(logger.exception, FAILED, name, position) if isinstance(bucket, TorchBucket) else None
-    future = executor.submit(Task(begin, f"gradwire::{name}, bucket {position}", result, log))
+    task = Task(begin, f"gradwire::{name}, bucket {position}", result, log)
+    if isinstance(executor, StreamExecutor) and work is not None and telemetry is None:
+        plans = bucket.plans or settings.plans.setdefault(bucket.first, Plans())
+        plan = plans.to_record(bucket, settings, executor, connections.group, tables, work, memory, iteration)
+        future = executor.submit(task, plan)
+    else:
+        future = executor.submit(task)
     if is_final:
         executor.finish()
     return cast("Future[torch.Tensor]", future)
+
+
+def replayed(
+    settings: "HookSettings", bucket: Bucket, connections: Connections, number: int = 0
+) -> Future[torch.Tensor] | None:
+    """The future of a bucket whose recorded step is repeated; None if there is none that fits: see `reduce_bucket`."""
+    plans = bucket.plans or (settings.plans.get(bucket.first) if settings.plans.data else None)
+    future: Any = None if plans is None or bucket.is_sparse else plans.replay(bucket, connections, number)
+    return cast("Future[torch.Tensor] | None", future)
 
 
 def all_reduce_on_cpu(connections: Connections, bucket: Bucket) -> Future[torch.Tensor]:

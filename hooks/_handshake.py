@@ -78,7 +78,7 @@ class Handshake:
     """The process groups that have agreed on the settings of a hook, for the models of each."""
 
     def __init__(self) -> None:
-        self._agreed: WeakKeyDictionary[dist.ProcessGroup, dict[str, _Agreement]] = WeakKeyDictionary()  # by hook
+        self._agreed: WeakKeyDictionary[dist.ProcessGroup, dict[str, Agreement]] = WeakKeyDictionary()  # by hook
         self.is_loaded_anew = False  # whether the state was loaded since the last handshake
 
     def expect(self) -> None:
@@ -90,7 +90,11 @@ class Handshake:
         """Request a handshake at the next bucket of every process group."""
         for agreements in self._agreed.values():
             for agreement in agreements.values():
-                agreement.settings = None
+                agreement.settings = agreement.token = None
+
+    def agreement(self, group: dist.ProcessGroup, hook: str) -> Agreement | None:
+        """The latest agreement on the settings of a hook on a process group; None if there was none."""
+        return self._agreed.get(group, {}).get(hook)
 
     def agree(self, state: Settings, bucket: Bucket, process_group: dist.ProcessGroup | None) -> Connections:
         """Compare the settings of ``state`` with the other ranks, once per model; returns the connections to them.
@@ -117,7 +121,7 @@ class Handshake:
         agreements = self._agreed.setdefault(group, {})
         agreement = agreements.get(state.hook_name)
         if agreement is None or agreement.generation != connections.generation:
-            agreement = agreements[state.hook_name] = _Agreement(connections.generation)
+            agreement = agreements[state.hook_name] = Agreement(connections.generation)
         again = bucket.first in agreement.parameters
         if again and agreement.settings == settings:
             return connections
@@ -142,7 +146,7 @@ class Handshake:
         # A copy: dictionaries among the options may be modified in place.
         settings = {name: dict(value) if isinstance(value, Mapping) else value for name, value in settings.items()}
         state._apply_settings({name: settings[name] for name in own})  # measuring changes no buckets
-        agreement.settings = settings
+        agreement.settings, agreement.token = settings, object()
         agreement.parameters.update(dict.fromkeys(parameters, True))
         self.is_loaded_anew = False
         if telemetry is not None:
@@ -150,13 +154,14 @@ class Handshake:
         return connections
 
 
-class _Agreement:
+class Agreement:
     """The agreement of all ranks of a process group on the settings of a hook."""
 
     def __init__(self, generation: int) -> None:
         # Generation of the connections: a handshake that succeeded here may have failed on another rank.
         self.generation = generation
         self.settings: dict[str, object] | None = None  # None before the first handshake, and if another one is due
+        self.token: object = None  # another object after every handshake; None like the settings
         self.parameters = WeakIdKeyDictionary()  # parameters of the models whose handshake is over
 
 

@@ -19,6 +19,7 @@ from gradwire.hooks._bucket import (
     all_reduce_on_cpu,
     ddp_hook,
     reduce_bucket,
+    replayed,
     zero_copy,
 )
 from gradwire.hooks.hook_state import HookSettings, settings_of
@@ -116,7 +117,9 @@ def _cast_hook(
     # All ranks measure, or none: the handshake compared it.
     if dtype is None and telemetry is None and not adapted.is_sparse and adapted.device.type == "cpu":
         return all_reduce_on_cpu(connections, adapted)
-    return reduce_bucket(connections, adapted, partial(cast_all_reduce, dtype=dtype), hook, telemetry=telemetry)
+    if (future := replayed(settings, adapted, connections)) is not None:
+        return future
+    return reduce_bucket(connections, adapted, partial(cast_all_reduce, dtype=dtype), settings)
 
 
 @zero_copy

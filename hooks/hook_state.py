@@ -11,7 +11,7 @@ import logging
 import operator
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from datetime import timedelta
@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
+from torch.utils.weak import WeakIdKeyDictionary
 
 from gradwire.comm import (
     Algorithm,
@@ -51,6 +52,7 @@ from gradwire.hooks._bucket import (
     described,
     is_gradwire_hook,
     reduce_bucket,
+    replayed,
     zero_copy,
 )
 from gradwire.hooks._handshake import Handshake, check_same_ranks
@@ -147,8 +149,9 @@ class HookSettings:
 
     def __init__(self, hook: str, process_group: dist.ProcessGroup | None = None) -> None:
         self.hook_name = hook
-        self.process_group = process_group
         self.handshake = Handshake()
+        self.process_group = process_group
+        self.plans = WeakIdKeyDictionary()  # of buckets that have none of their own, by their first parameter
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -159,6 +162,7 @@ class HookSettings:
     def process_group(self, process_group: dist.ProcessGroup | None) -> None:
         check_process_group(process_group)
         self._process_group, self._follows_model = process_group, False
+        self.handshake.revoke()
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -182,6 +186,22 @@ class HookSettings:
     def _has_model(self) -> bool:
         """Whether a model is known that the state is registered on."""
         return bool(registered_wrappers(self))
+
+    # Recorded steps; see `gradwire.hooks._plans`.
+
+    def step_of(self, position: int) -> int:
+        """Number of the step to which a bucket at this position would belong now; 0 if steps are not counted."""
+        return 0
+
+    def variant(self, number: int) -> Hashable:
+        """What the host decides about step ``number``: a recorded step serves those of the same variant."""
+        return None
+
+    def begin_bucket(self, position: int) -> None:
+        """Note that a bucket is launched. The buckets of a step come in order, but any may be skipped."""
+
+    def count_bucket(self, bucket: Bucket, memory: Any) -> None:
+        """Note that a bucket with this memory has raised no error."""
 
     # Telemetry. See docs/telemetry.md for the metrics.
 
@@ -421,12 +441,10 @@ class HookState(HookSettings):
             ValueError: the state belongs to another model, or its loaded memory does not fit the model.
         """
         bucket = Bucket.of(bucket)
-        self._prepared = None
-        position, latest, self._latest_index = bucket.position, self._latest_index, bucket.position
-        if latest is None or position <= latest:  # the buckets of a step come in order, but any may be skipped
-            self._begin_step()
-            self._step_in_progress = self._iter + 1
+        self.begin_bucket(bucket.position)
         connections = self.handshake.agree(self, bucket, self._process_group)
+        if (future := replayed(self, bucket, connections, self._iter)) is not None:
+            return future
         names = self._parameter_names(bucket)
         if not self._patterns_match:
             self.names.note(names, bucket)
@@ -437,19 +455,41 @@ class HookState(HookSettings):
                 memory = self.prepare(bucket, names, connections.group)
             elif self.compiles_early:
                 self._compile(bucket, names, connections, algorithm)
-        self._is_counted = False
-        if bucket.is_final:  # and has raised no error
+        self.count_bucket(bucket, memory)
+        chosen = cast_all_reduce if memory is None else algorithm
+        return reduce_bucket(connections, bucket, chosen, self, memory=memory, iteration=iteration, names=names)
+
+    def step_of(self, position: int) -> int:
+        """Number of the step to which a bucket at this position would belong now."""
+        return self._iter + (not self._is_counted and self._is_first(position))
+
+    def variant(self, number: int) -> Hashable:
+        """Whether step ``number`` is compressed."""
+        return number >= self._start
+
+    def _is_first(self, position: int) -> bool:
+        return self._latest_index is None or position <= self._latest_index
+
+    def begin_bucket(self, position: int) -> None:
+        """Begin a step at its first bucket."""
+        self._prepared = None
+        if self._is_first(position):
+            self._begin_step()
+            self._step_in_progress = self._iter + 1
+        self._latest_index = position
+
+    def _begin_step(self) -> None:
+        """Begin a step. The one before ends now if its last bucket was skipped or went to another hook."""
+        if not self._is_counted:
             self._count_step()
-        return reduce_bucket(
-            connections,
-            bucket,
-            cast_all_reduce if memory is None else algorithm,
-            self.hook_name,
-            memory=memory,
-            iteration=iteration,
-            names=names,
-            telemetry=self.telemetry,
-        )
+        if self._scaler is not None:
+            self._match_scale()
+
+    def count_bucket(self, bucket: Bucket, memory: Any) -> None:
+        """Count the step at its last bucket."""
+        self._is_counted = False
+        if bucket.is_final:
+            self._count_step()
 
     def prepare(self, bucket: Bucket, names: tuple[str, ...], group: dist.ProcessGroup) -> Any:
         """The memory of a bucket in a compressed step, kept from step to step.
@@ -498,13 +538,6 @@ class HookState(HookSettings):
             workspace = Workspace(device)
             for number in (self._iter, self._iter + 1):
                 run_algorithm(algorithm(Step(zeros, zeros, memory, number, transport, workspace, names)), transport)
-
-    def _begin_step(self) -> None:
-        """Begin a step. The one before ends now if its last bucket was skipped or went to another hook."""
-        if not self._is_counted:
-            self._count_step()
-        if self._scaler is not None:
-            self._match_scale()
 
     def _count_step(self) -> None:
         """Count a step that has ended."""

@@ -7,7 +7,7 @@ name instead of bucket index, so a checkpoint resumes on any world size.
 
 import logging
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -319,16 +319,20 @@ class PowerSGDState(HookState):
         before, after = self.total_numel_before_compression, self.total_numel_after_compression
         return (before / after if after > 0 else 0, before, after)
 
-    def prepare(self, bucket: Bucket, names: tuple[str, ...], group: dist.ProcessGroup) -> LowRankBucket | None:
-        """The `LowRankBucket` of a bucket, counted in `compression_stats`; see `HookState.prepare`."""
-        low_rank: LowRankBucket | None = super().prepare(bucket, names, group)
-        if low_rank is not None:
-            numel, sent = low_rank.layout.numel, low_rank.sent_numel(self._iter)
-        else:
-            numel = sent = sum(as_real(parameter).numel() for parameter in bucket.parameters())
-        self.total_numel_before_compression = min(self.total_numel_before_compression + numel, MAX_COUNT)
-        self.total_numel_after_compression = min(self.total_numel_after_compression + sent, MAX_COUNT)
-        return low_rank
+    def variant(self, number: int) -> Hashable:
+        """Whether step ``number`` is compressed, and which side an alternating one sends."""
+        return super().variant(number), self.options.alternating and number % 2
+
+    def count_bucket(self, bucket: Bucket, memory: LowRankBucket | None) -> None:
+        """Add the elements of a compressed step to `compression_stats`; see `HookState.count_bucket`."""
+        if self._iter >= self._start and not bucket.is_sparse:
+            if memory is not None:
+                numel, sent = memory.layout.numel, memory.sent_numel(self._iter)
+            else:
+                numel = sent = sum(as_real(parameter).numel() for parameter in bucket.parameters())
+            self.total_numel_before_compression = min(self.total_numel_before_compression + numel, MAX_COUNT)
+            self.total_numel_after_compression = min(self.total_numel_after_compression + sent, MAX_COUNT)
+        super().count_bucket(bucket, memory)
 
     def make_bucket(
         self, parameters: Sequence[Tensor], dtype: torch.dtype, names: Sequence[str], transport: Transport | None
@@ -479,7 +483,5 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.fut
 
 def _powersgd(options: PowerSGDOptions, step: Step) -> Algorithm[None]:
     if options.alternating:
-        start = partial(alternating_all_reduce, step)
-    else:
-        start = partial(powersgd_all_reduce, step, warm_start=options.warm_start)
-    return step.in_graphs(start, options.alternating and step.iteration % 2) if options.cuda_graphs else start()
+        return alternating_all_reduce(step)
+    return powersgd_all_reduce(step, warm_start=options.warm_start)

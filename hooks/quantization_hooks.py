@@ -9,7 +9,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -32,6 +31,7 @@ from gradwire.hooks._bucket import (
     GradBucket,
     ddp_hook,
     reduce_bucket,
+    replayed,
     zero_copy,
 )
 from gradwire.hooks._memory import ERRORS
@@ -274,12 +274,11 @@ def quantization_hook(state: QuantizationState, bucket: GradBucket) -> torch.fut
     Raises:
         ValueError: the state belongs to another model, or a pattern in ``wires`` matches no parameter.
     """
-    return state.run(bucket, partial(_quantized, state.options))
+    return state.run(bucket, _quantized)
 
 
-def _quantized(options: QuantizationOptions, step: Step) -> Algorithm[None]:
-    algorithm = algorithm_of(step.memory)
-    return step.in_graphs(partial(algorithm, step)) if options.cuda_graphs else algorithm(step)
+def _quantized(step: Step) -> Algorithm[None]:
+    return algorithm_of(step.memory)(step)
 
 
 @zero_copy
@@ -353,11 +352,12 @@ def quantized_reduction(
     """
     adapted = Bucket.of(bucket)
     connections = settings.handshake.agree(settings, adapted, process_group)
+    if (future := replayed(settings, adapted, connections)) is not None:
+        return future
     quantized = None
     if not adapted.is_sparse:
         quantized = _quantized_bucket(connections.executor(adapted.device), adapted, wire, block_size, local_size)
-    algorithm, name = algorithm_of(quantized), settings.hook_name
-    return reduce_bucket(connections, adapted, algorithm, name, memory=quantized, telemetry=settings.telemetry)
+    return reduce_bucket(connections, adapted, algorithm_of(quantized), settings, memory=quantized)
 
 
 def _quantized_bucket(

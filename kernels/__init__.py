@@ -24,6 +24,7 @@ from gradwire.kernels.block_table import (
 from gradwire.kernels.counter_random import random_key, uniform
 from gradwire.kernels.delayed_scaling import MAX_EXPONENT, bound_update_scale, update_scale_reference
 from gradwire.kernels.dispatch import WIRE_DTYPES, compute_dtype, use_triton
+from gradwire.kernels.launch import Recording
 from gradwire.kernels.lowrank import (
     LowRankKernels,
     backproject,
@@ -69,6 +70,7 @@ from gradwire.kernels.segment_table import (
     flatten_reference,
     gradient_layout,
     is_capturing,
+    layout_guard,
     layout_in_dtype,
     memory_order,
     unflatten,
@@ -94,6 +96,7 @@ __all__ = [
     "MessageLayout",
     "Operands",
     "QuantizationKernels",
+    "Recording",
     "Renewal",
     "Rounding",
     "Section",
@@ -116,6 +119,7 @@ __all__ = [
     "flatten_reference",
     "gradient_layout",
     "is_capturing",
+    "layout_guard",
     "layout_in_dtype",
     "memory_order",
     "orthogonalize",

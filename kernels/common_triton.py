@@ -10,9 +10,11 @@ import torch
 import triton
 import triton.language as tl
 
+from gradwire.kernels.launch import Kernel
+
 
 def kernel(function: Callable[..., None]) -> Any:
-    """`triton.jit` for a function that is launched. Its pointers are named ``*_ptr``.
+    """`triton.jit` for a function that is launched, as a `Kernel`. Its pointers are named ``*_ptr``.
 
     Triton compiles a kernel anew for an integer argument that is 1, a multiple of 16, or neither. The counts that our
     kernels take gain nothing from it, and differ between the buckets of a model: every new combination would stop
@@ -23,7 +25,7 @@ def kernel(function: Callable[..., None]) -> Any:
         for name, parameter in inspect.signature(function).parameters.items()
         if not name.endswith("_ptr") and "constexpr" not in str(parameter.annotation)
     ]
-    return triton.jit(function, do_not_specialize=scalars)
+    return Kernel(triton.jit(function, do_not_specialize=scalars))
 
 
 def triton_dtype(dtype: torch.dtype) -> object:

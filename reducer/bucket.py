@@ -14,6 +14,7 @@ from torch import Tensor
 from gradwire.compress import Gradients
 from gradwire.hooks import _bucket as hooks
 from gradwire.hooks._names import plain_name
+from gradwire.hooks._plans import Plans
 from gradwire.kernels import SegmentTable, gradient_layout
 from gradwire.reducer import errors, torch_internals
 
@@ -86,6 +87,7 @@ class DenseBucket(BucketBase):
         self, spec: BucketSpec, as_view: bool, frees_buffer: bool = False, like: Iterable[Tensor] | None = None
     ) -> None:
         super().__init__(spec)
+        self.plans = Plans()
         layouts = [gradient_layout(tensor) for tensor in like or self._parameters]
         self._table = SegmentTable(layouts)
         self.dtype = self._table.dtype

@@ -22,11 +22,12 @@ from torch.futures import Future
 from torch.utils.hooks import RemovableHandle
 
 from gradwire.comm.connections import ADVICE
+from gradwire.comm.stream_executor import Handle
 from gradwire.comm.torch_internals import NO_BACKWARD, current_backward, profiler_range, queue_callback
 from gradwire.comm.transport import clear_frames, wait_for
 from gradwire.compress import Step, cast_all_reduce
 from gradwire.hooks._bucket import is_gradwire_hook, is_zero_copy, reduce_bucket
-from gradwire.hooks.hook_state import HookState, check_pairing, in_group
+from gradwire.hooks.hook_state import HookState, check_pairing, in_group, settings_of
 from gradwire.kernels import is_capturing
 from gradwire.reducer import errors, torch_internals
 from gradwire.reducer.bucket import Bucket, DenseBucket, TakeBack
@@ -52,6 +53,9 @@ class BucketHook(NamedTuple):
     is_zero_copy: bool
     is_registered: bool = False
     has_groups: bool = False  # whether it may have process groups of its own
+    is_own: bool = (
+        True  # whether the function is gradwire's and has no effect but its result, so that steps are replayed
+    )
     take_back: TakeBack | None = None  # adds a sent but unapplied gradient to the error memory
 
 
@@ -355,15 +359,19 @@ class Reducer:
                 positions = [k for k, i in enumerate(bucket.members) if i in shared] if shared else []
                 bucket.collect(self.hook.is_zero_copy, unused, positions, self._incoming)
                 future = self._run_comm_hook(bucket)
-            if not isinstance(future, torch_internals.AnyFuture):
+            if type(future) is not Handle and not isinstance(future, torch_internals.AnyFuture):
                 raise RuntimeError(errors.NO_FUTURE.format(kind=type(future)))
             self._backward.futures[index] = future
         except BaseException as error:
             self._leave_after(error, f"the communication hook of bucket {index}")
             raise
 
-    def _run_comm_hook(self, bucket: Bucket) -> Future[Tensor]:
+    def _run_comm_hook(self, bucket: Bucket) -> Future[Tensor] | Handle:
         exchange, hook = self.exchange, self.hook
+        if hook.is_own and bucket.plans is not None:
+            handle = bucket.plans.replay(bucket, exchange.connections)
+            if handle is not None:
+                return handle
         bucket.process_group, bucket.model_number = exchange.process_group, exchange.number
         bucket.note_use = exchange.note_use if hook.has_groups else None
         return hook.function(hook.state, bucket)
@@ -421,7 +429,8 @@ class Reducer:
     def _finish(self, index: int, bucket: Bucket, scale: float) -> None:
         """Wait for a bucket's result, and write it into its gradients."""
         futures = self._backward.futures
-        value = wait_for(cast("Future[Any]", futures[index]), self.exchange.check_in_step)
+        future: Any = futures[index]
+        value = future.wait() if type(future) is Handle else wait_for(future, self.exchange.check_in_step)
         result = value if isinstance(value, Tensor) else value[0]  # the future of a collective has a list
         used = {k: self._used.used_anywhere(bucket.members[k]) for k in bucket.stand_ins} if bucket.stand_ins else {}
         bucket.finish(result, scale, used, self.hook.take_back)
@@ -438,7 +447,8 @@ class Reducer:
         check_pairing(state, hook)
         state = in_group(state, hook, self.exchange.process_group)
         take_back = state.memory.take_back if isinstance(state, HookState) else None
-        self.hook = BucketHook(hook, state, is_zero_copy(hook), True, not is_gradwire_hook(hook), take_back)
+        is_own = is_zero_copy(hook) and hook.__module__.startswith("gradwire.")
+        self.hook = BucketHook(hook, state, is_zero_copy(hook), True, not is_gradwire_hook(hook), is_own, take_back)
         self.exchange.has_hook = True
         if self.hook.has_groups and isinstance(state, HookState):
             self.exchange.note_use(state, state.process_group or self.exchange.process_group)
@@ -651,7 +661,7 @@ class Reducer:
                 self._all_reduce(torch.zeros_like(self.delayed.buffer))
             exchange.connections.finish()
             for bucket, future in zip(buckets, futures, strict=True):
-                value: Any = wait_for(future, exchange.check_in_step)
+                value: Any = wait_for(cast("Future[Any]", future), exchange.check_in_step)
                 if unused.intersection(bucket.parameter_names()):  # nothing of them is applied on any rank
                     self._take_back(bucket, value if isinstance(value, Tensor) else value[0], unused)
         exchange.connections.end_exchange(self)
@@ -747,7 +757,9 @@ class Backward:
         self.calls = [0] * n_parameters  # of each parameter's autograd hook, with a static graph
         self.n_launched = 0  # buckets, skipped ones included
         self.skipped: set[int] = set()  # positions of the buckets that are not reduced: no parameter of them is used
-        self.futures: list[Future[Any] | None] = [None] * len(buckets)  # None before the launch, and if not reduced
+        self.futures: list[Future[Any] | Handle | None] = [None] * len(
+            buckets
+        )  # None before the launch, and if not reduced
 
     @property
     def missing(self) -> list[int]:
@@ -987,7 +999,7 @@ def default_reduction(exchange: Exchange, bucket: Bucket) -> Future[Tensor]:
         else:
             await cast_all_reduce(step, divisor=bucket.divisor)
 
-    return reduce_bucket(exchange.connections, bucket, algorithm, "all-reduce", divisor=bucket.divisor)
+    return reduce_bucket(exchange.connections, bucket, algorithm, settings_of("all-reduce"), divisor=bucket.divisor)
 
 
 def run_optimizers(parameters: Sequence[Tensor]) -> None:

@@ -6,6 +6,7 @@ A case is a function of the device, called on all ranks; it raises if the proper
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -31,11 +32,13 @@ from gradwire.bench.gpu.training import (
 from gradwire.bench.implementations import check_hook
 from gradwire.bench.namespaces import Rate
 from gradwire.bench.timing import timed
-from gradwire.comm import connections_of, executor_for
-from gradwire.comm.graphs import WARM_UP_STEPS
+from gradwire.comm import connections_of
+from gradwire.comm.stream_executor import StreamExecutor
 from gradwire.compress import Step
-from gradwire.hooks import default_hooks
+from gradwire.hooks import _plans, default_hooks
 from gradwire.hooks._bucket import Bucket, GradBucket, reduce_bucket, zero_copy
+from gradwire.hooks._plans import WARM_UP_STEPS
+from gradwire.hooks.hook_state import settings_of
 from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
@@ -80,16 +83,15 @@ HOOKS: dict[str, Callable[[], StateAndHook]] = {
     **{f"quantized {wire}": _quantized(wire) for wire in ("bf16", "fp16", "fp32")},
     "int4, bf16 errors": _quantized("int4", error_dtype=torch.bfloat16),
     **{name: _powersgd(**options) for name, options in POWERSGD.items()},
-    "powersgd, CUDA graphs": _powersgd(cuda_graphs=True),
     "fp16 of powersgd": _powersgd(default_hooks.fp16_compress_wrapper(powerSGD_hook)),
 }
 # Steps before a capture: PyTorch requires 11, so that no first allocation or timing falls into the capture.
 STEPS_BEFORE_CAPTURE = 11
 # Without "powersgd, alternating": its consecutive steps differ, and a graph replays one step.
-CAPTURED = ("allreduce", "fp16", "scaled-fp16", "int4", "powersgd", "powersgd, CUDA graphs")
+CAPTURED = ("allreduce", "fp16", "scaled-fp16", "int4", "powersgd")
 _int4 = partial(_quantized, "int4")
 # Hooks whose kernels are captured between collectives: hook, options and net.
-GRAPHED: dict[str, tuple[Callable[..., Callable[[], StateAndHook]], dict[str, Any], type[Net | HalfNet]]] = {
+REPLAYED: dict[str, tuple[Callable[..., Callable[[], StateAndHook]], dict[str, Any], type[Net | HalfNet]]] = {
     **{name: (_powersgd, options, Net) for name, options in POWERSGD.items()},
     "powersgd, fp16 gradients": (_powersgd, {}, HalfNet),
     "powersgd, cold start": (_powersgd, {"warm_start": False}, Net),
@@ -177,17 +179,17 @@ def hook_replays_from_a_cuda_graph(name: str, device: torch.device) -> None:
         raise Skipped("the step ran; only a GPU captures it")
 
 
-def graphs_give_the_bits_of_eager_steps(name: str, device: torch.device) -> None:
-    """With ``cuda_graphs=True``, kernels between collectives replay from graphs, and every step has the same bits."""
-    make, options, net = GRAPHED[name]
-    steps = 2 * WARM_UP_STEPS + 8  # an alternating hook captures both kinds of steps
+def replays_give_the_bits_of_eager_steps(name: str, device: torch.device) -> None:
+    """Recorded steps are repeated, and every step has the same bits as without."""
+    make, options, net = REPLAYED[name]
+    steps = 2 * WARM_UP_STEPS + 8  # an alternating hook records both kinds of steps
     for wrapper in (OurDDP, TorchDDP):
-        _, eager = train(wrapper, device, make(**options)(), net, steps)
-        _, graphs = train(wrapper, device, make(**options, cuda_graphs=True)(), net, steps)
-        workspaces = executor_for(None, device).workspaces
-        captured = sum(len(workspace.graphs) for workspace in workspaces if workspace.graphs is not None)
-        require(captured > 0, f"{wrapper.__name__}: no graph was captured")
-        assert_same(graphs, eager, wrapper.__name__)
+        with mock.patch.object(_plans, "WARM_UP_STEPS", steps):
+            _, eager = train(wrapper, device, make(**options)(), net, steps)
+        with mock.patch.object(StreamExecutor, "replay", autospec=True, side_effect=StreamExecutor.replay) as replay:
+            _, replayed = train(wrapper, device, make(**options)(), net, steps)
+        require(replay.call_count > 0, f"{wrapper.__name__}: no step was replayed")
+        assert_same(replayed, eager, wrapper.__name__)
 
 
 def hook_gives_the_mean(name: str, device: torch.device) -> None:
@@ -213,7 +215,7 @@ def _mean_then_mean_of_squares(state: object, bucket: GradBucket) -> torch.futur
         await step.transport.all_reduce(wire)
         step.target.unflatten(wire)
 
-    return reduce_bucket(connections_of(None), Bucket.of(bucket), algorithm, "mean_then_mean_of_squares")
+    return reduce_bucket(connections_of(None), Bucket.of(bucket), algorithm, settings_of("mean_then_mean_of_squares"))
 
 
 def two_collectives_of_a_bucket_stay_in_order(device: torch.device) -> None:
@@ -389,8 +391,8 @@ HOOK_CHECKS: dict[str, LaneCase] = {
     **{f"{name}: no host synchronization": partial(hook_does_not_wait_on_the_host, name) for name in HOOKS},
     **{f"{name}: replays from a CUDA graph": partial(hook_replays_from_a_cuda_graph, name) for name in CAPTURED},
     **{
-        f"{name}: graphs give the bits of eager steps": partial(graphs_give_the_bits_of_eager_steps, name)
-        for name in GRAPHED
+        f"{name}: replays give the bits of eager steps": partial(replays_give_the_bits_of_eager_steps, name)
+        for name in REPLAYED
     },
     **{
         case.__name__.replace("_", " "): case

@@ -12,7 +12,6 @@ gradients, which loses nothing: gradient + error is the same in every step.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 from statistics import mean
@@ -50,8 +49,8 @@ from gradwire.bench.namespaces import Rate
 from gradwire.bench.record import percentiles_ms
 from gradwire.bench.shapes import SHAPES, Shape, buckets, rotation
 from gradwire.bench.timing import Timing, driver_calls, in_turn, timed, timed_replays
-from gradwire.comm.graphs import WARM_UP_STEPS
 from gradwire.comm.torch_internals import default_group
+from gradwire.hooks._plans import WARM_UP_STEPS
 from gradwire.hooks.powerSGD_hook import powerSGD_hook
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradwire.planner.hook_registry import HOOKS, Registration
@@ -123,7 +122,6 @@ CAPTURED = ("fp16", "scaled-fp16", "powersgd-r4", "int8", "int4")
 LINKED = ("fp16", "int4", "powersgd-r4")
 RATES, HOSTS = ("10gbit", "100gbit"), 2
 BUCKET_MIB = 25  # bucket size of hooks whose state prefers no other
-GRAPHS = "gradwire, cuda_graphs=True"
 CLOSEST = "PyTorch's closest"  # where PyTorch has no such hook
 
 
@@ -227,12 +225,10 @@ def _warm(step: HookStep) -> HookStep:
     return step
 
 
-def _ours(hook: str, shapes: Sequence[Sequence[Shape]], device: torch.device, cuda_graphs: bool = False) -> HookStep:
-    """gradwire's hook after its first steps and a check of its result; with ``cuda_graphs`` after the captures."""
+def _ours(hook: str, shapes: Sequence[Sequence[Shape]], device: torch.device) -> HookStep:
+    """gradwire's hook after its first steps, whose last is recorded, and a check of its result."""
     registration = HOOKS[hook].make(default_group(), FIRST_COMPRESSED)
     assert registration is not None
-    if cuda_graphs:
-        registration[0].options = replace(registration[0].options, cuda_graphs=True)
     step = _warm(HookStep(registration, shapes, device, is_flat=False))
     step.check(HOOKS[hook].wire)
     return step
@@ -255,8 +251,6 @@ def hook_step(hook: str, model: str, device: torch.device) -> list[Row]:
     """Check gradwire's hook on the gradients of a model, then time it and PyTorch's, interleaved."""
     shapes = _buckets(hook, model, device)
     steps = {GRADWIRE: _ours(hook, shapes, device), **_theirs(hook, shapes, device)}
-    if hasattr(getattr(steps[GRADWIRE].state, "options", None), "cuda_graphs"):
-        steps[GRAPHS] = _ours(hook, shapes, device, cuda_graphs=True)
     timings = {name: [] for name in steps}  # type: ignore[var-annotated]
     for turn in range(ROUNDS):
         for name in in_turn(list(steps), turn):

@@ -25,7 +25,6 @@ from torch.futures import Future
 from gradwire.bench import emulated, timing
 from gradwire.comm import connections, stream_executor
 from tests.conformance.no_stream import NoStream
-from tests.support.graph_on_cpu import graphs_on_cpu
 
 BACKEND = "gradwire_nccl_rules"
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -234,7 +233,6 @@ def gpu_on_cpu() -> Iterator[None]:
     """
     device = _Device()
     with ExitStack() as patches:
-        patches.enter_context(graphs_on_cpu())
         for module, name, stand_in in (
             (torch.cuda, "Stream", NoStream),
             (torch.cuda, "current_stream", NoStream),

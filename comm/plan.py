@@ -1,0 +1,67 @@
+"""`Plan`: one bucket's step as bound calls, recorded in a step that ran as an algorithm, and repeated in later ones.
+
+A steady step repeats the launches and collectives of the step before: recomputing them costs the host ten times as long
+as issuing them. A plan holds them with all arguments. Addresses that move and numbers that change lie in device memory,
+where the owner of the plan replaces them before a replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from gradwire.comm.transport import Collective, Driver
+
+
+class Recording(Protocol):
+    """What `gradwire.kernels.launch.Recording` notes of a part of an algorithm."""
+
+    calls: list[Callable[[], object]]
+    kept: list[Tensor]
+    operator: str | None
+
+
+class Plan:
+    """The recorded step of one bucket.
+
+    Args:
+        record: records the launches in its context, given the handle of their stream.
+        place: index of the workspace of the recorded step, whose buffer the plan uses.
+        refresh: replaces the addresses and numbers in device memory that the recorded step reads.
+
+    Attributes:
+        parts: bound launches up to each collective, and the collective; the last part has none.
+        is_complete: whether all parts are recorded, and nothing of them is missing.
+        operator: an operator of PyTorch for which the step cannot be replayed; None: there is none.
+        begin, sent, done, ended: events of the latest replay: the gradients are ready; the kernels before a collective
+            have been enqueued; the collective; all kernels.
+    """
+
+    def __init__(
+        self, record: Callable[[int], AbstractContextManager[Recording]], place: int, refresh: Callable[[], None]
+    ) -> None:
+        self.place = place
+        self.parts: list[tuple[Sequence[Callable[[], object]], Collective | None]] = []
+        self.is_complete = False
+        self.operator: str | None = None
+        self._record, self._refresh = record, refresh
+        self._kept: list[Tensor] = []  # whose addresses the calls hold
+        self.begin, self.sent, self.done, self.ended = (torch.cuda.Event() for _ in range(4))
+
+    def advance(self, driver: Driver[Any], stream: int) -> Collective | None:
+        """`Driver.advance`, recorded."""
+        if not self.parts:
+            self._refresh()
+        with self._record(stream) as part:
+            collective = driver.advance()
+        self.parts.append((part.calls, collective))
+        self._kept += part.kept
+        self.operator = self.operator or part.operator
+        if collective is None:
+            self.is_complete = self.operator is None
+            del self._refresh  # it holds gradients
+        return collective

@@ -1,0 +1,151 @@
+"""`Plans` of a bucket: when its steps are recorded, and when a recorded step may be repeated.
+
+A hook on a GPU spends 10 times as long on Python as on its launches, and computes the same calls in every step. After
+`WARM_UP_STEPS` equal steps, the next one is recorded as bound calls, a `gradwire.comm.plan.Plan`, and later ones repeat
+them. Where a hook's algorithm launches anything but gradwire's kernels, nothing is recorded. A plan serves while
+
+- the ranks' agreement on the settings stands: the handshake would return at once;
+- the executor is the same: no exchange has failed, and the workspaces are those of the plan;
+- the step is of the same variant (`HookSettings.variant`), and the bucket has the same layout of tensors and divisor;
+- nothing measures the step, and no CUDA graph is captured.
+
+Addresses and the number of the step may change: they lie in device memory, and are replaced before a replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from gradwire.comm.plan import Plan
+from gradwire.comm.stream_executor import Handle, Result, StreamExecutor
+from gradwire.kernels import Recording, layout_guard
+
+if TYPE_CHECKING:
+    from gradwire.comm import Connections
+    from gradwire.hooks._bucket import Bucket, BucketWork, Tables
+    from gradwire.hooks.hook_state import HookSettings
+
+# Kernels are then compiled, tables uploaded, and the workspace, which shrinks after
+# `Workspace.STEPS_BEFORE_SHRINKING` smaller steps, has the size that it keeps.
+WARM_UP_STEPS = 5
+
+
+class Plans:
+    """The recorded steps of one bucket, by variant, place and divisor."""
+
+    def __init__(self) -> None:
+        self._settings: HookSettings | None = None
+        self._entries: dict[Hashable, _Entry] = {}
+
+    def to_record(
+        self,
+        bucket: Bucket,
+        settings: HookSettings,
+        executor: StreamExecutor,
+        group: dist.ProcessGroup,
+        tables: Tables,
+        work: BucketWork,
+        memory: Any,
+        number: int,
+    ) -> Plan | None:
+        """Count a step that is no replay. Returns the plan that records it, once `WARM_UP_STEPS` were equal.
+
+        Args:
+            bucket: the bucket.
+            settings: those of the hook.
+            executor: the executor of the bucket.
+            group: the ranks that have agreed on the settings.
+            tables: layouts of flat buckets.
+            work: the tensors of the step.
+            memory: the memory of the bucket; None for a cast.
+            number: number of the step.
+        """
+        if torch.cuda.is_current_stream_capturing() or not getattr(memory, "can_capture", memory is None):
+            return None
+        self._settings = settings
+        key = (settings.variant(number), executor.place, bucket.divisor)
+        agreement = settings.handshake.agreement(group, settings.hook_name)
+        token = (executor, agreement and agreement.token, memory, work.source.table, work.target.table)
+        entry = self._entries.get(key)
+        if entry is None or entry.token != token:
+            entry = self._entries[key] = _Entry(token, agreement, memory, tables)
+            if bucket.plans is None and memory is not None:  # the layouts of parameters in PyTorch's DDP may change
+                entry.guard = layout_guard(bucket.parameters())
+        entry.n_steps += 1
+        if entry.n_steps <= WARM_UP_STEPS or entry.plan is not None:
+            return None
+        entry.plan = Plan(Recording, executor.place, partial(entry.refresh, work, number))
+        return entry.plan
+
+    def replay(self, bucket: Bucket, connections: Connections, number: int | None = None) -> Result | Handle | None:
+        """Repeat the recorded step of a bucket; None, and nothing has changed, if there is none that fits.
+
+        Args:
+            bucket: the bucket.
+            connections: those to the ranks of the bucket.
+            number: number of the step, for a hook that has begun it and returns a future; None for the reducer.
+        """
+        settings, executor = self._settings, connections.existing_executor(bucket.device)
+        if settings is None or settings.telemetry is not None or not isinstance(executor, StreamExecutor):
+            return None
+        is_in_hook = number is not None
+        if number is None:
+            number = settings.step_of(bucket.position)
+        entry = self._entries.get((settings.variant(number), executor.place, bucket.divisor))
+        if entry is None or not entry.stands(settings, executor) or torch.cuda.is_current_stream_capturing():
+            return None
+        work = bucket.work(entry.tables, getattr(entry.memory, "layout", None))
+        if work.source.table is not entry.token[3] or work.target.table is not entry.token[4]:
+            return None
+        if entry.guard is not None and not entry.guard(*bucket.parameters()):
+            return None
+        if not is_in_hook:
+            settings.begin_bucket(bucket.position)
+        settings.count_bucket(bucket, entry.memory)
+        assert entry.plan is not None
+        flight = executor.replay(entry.plan, work.result, partial(entry.refresh, work, number), is_in_hook)
+        if bucket.is_final:
+            executor.finish()
+        return flight
+
+
+class _Entry:
+    """A variant of a bucket's steps: what it depends on, and its plan.
+
+    Args:
+        token: the objects on which the plan depends, compared by identity: executor, agreement of the ranks, memory of
+            the bucket, and the tables of its source and target.
+        agreement: that of the ranks on the settings; None without a hook.
+        memory: the memory of the bucket.
+        tables: layouts of flat buckets.
+    """
+
+    def __init__(self, token: tuple[Any, ...], agreement: Any, memory: Any, tables: Tables) -> None:
+        self.token, self.memory, self.tables = token, memory, tables
+        self._agreement = agreement
+        self.n_steps = 0  # since the token is this one
+        self.plan: Plan | None = None
+        self.guard: Callable[..., bool] | None = None  # whether the parameters have the layouts of the plan
+
+    def stands(self, settings: HookSettings, executor: StreamExecutor) -> bool:
+        """Whether the plan is complete, and nothing has changed since it was recorded."""
+        if self.plan is None or not self.plan.is_complete or self.token[0] is not executor:
+            return False
+        agreement = self._agreement
+        return agreement is None or (agreement.token is self.token[1] and agreement.settings == settings._settings())
+
+    def refresh(self, work: BucketWork, number: int) -> None:
+        """Replace the addresses of the tensors in device memory, and the number of the step."""
+        source, target = work.source, work.target
+        if self.memory is not None:
+            gradients = source.each()
+            self.memory.refresh(gradients, gradients if target.tensors is source.tensors else target.each(), number)
+            return
+        source.table.packed(source.tensors)
+        if target.table is not source.table:
+            target.table.packed(target.tensors)

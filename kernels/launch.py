@@ -1,0 +1,124 @@
+"""Launches of Triton kernels, and their recording as calls with all arguments bound.
+
+A launch through Triton costs the host 10 to 30 us: it looks up the compiled kernel by the types of its arguments. A
+bound launch holds the compiled kernel, its stream, its numbers and its addresses, and costs one call into C.
+
+While a `Recording` is entered, every launch of this thread also becomes a bound launch. All other work on a device must
+be missing from a recorded algorithm: the recording notes PyTorch's operators, except those that only allocate or view.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+_aten = torch.ops.aten
+_ALLOCATIONS = (_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided)
+
+
+class Recording(TorchDispatchMode):
+    """The launches of one part of an algorithm, in the thread and the context in which it is entered.
+
+    Args:
+        stream: handle of the stream of all launches.
+
+    Attributes:
+        calls: the bound launches, in order.
+        kept: the tensors whose addresses they hold.
+        operator: an operator of PyTorch that the calls lack; None if they are complete.
+    """
+
+    def __init__(self, stream: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.stream = stream
+        self.calls: list[Callable[[], object]] = []
+        self.kept: list[Tensor] = []
+        self.operator: str | None = None
+
+    def __enter__(self) -> Recording:
+        _thread.recording = self
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        _thread.recording = None
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Sequence[Any] = (), keywords: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operator, and note it unless it allocates or views."""
+        schema = function._schema
+        writes = any(each.alias_info is not None and each.alias_info.is_write for each in schema.arguments)
+        is_view = not writes and any(each.alias_info is not None for each in schema.returns)
+        if not is_view and function.overloadpacket not in _ALLOCATIONS:
+            self.operator = self.operator or str(function)
+        return function(*arguments, **(keywords or {}))
+
+    def add(self, compiled: Any, grid: Sequence[int], values: list[Any]) -> None:
+        """Record a launch of a compiled kernel, with numbers as addresses: Triton asks the driver about a tensor."""
+        self.kept += [value for value in values if isinstance(value, Tensor)]
+        numbers = [value.data_ptr() if isinstance(value, Tensor) else value for value in values]
+        self.calls.append(bound(compiled, self.stream, (*grid, 1, 1)[:3], numbers))
+
+
+class _Thread(threading.local):
+    recording: Recording | None = None
+
+
+_thread = _Thread()
+
+
+def is_recording() -> bool:
+    """Whether this thread records launches."""
+    return _thread.recording is not None
+
+
+def bound(compiled: Any, stream: int, grid: Sequence[int], values: Sequence[Any]) -> Callable[[], object]:
+    """A launch of a compiled kernel as a call without arguments. Triton's hooks for profilers do not see it.
+
+    ``CompiledKernel.run`` has the same arguments in Triton 3.6 to 3.7. In 3.7 it is a Python function around one in C,
+    which is private: without its attributes, the launch takes 1 us more.
+    """
+    run, packed = compiled.run, compiled.packed_metadata
+    no_hooks = (None, None, None)  # metadata for hooks, and the hooks before and after a launch
+    needs_scratch = getattr(run, "global_scratch_size", 0) or getattr(run, "profile_scratch_size", 0)
+    if hasattr(run, "kernel_signature") and hasattr(run, "arg_annotations") and not needs_scratch:
+        options = (run.launch_cooperative_grid, run.launch_pdl, packed, *no_hooks, None, None)
+        types = (run.arg_annotations, run.kernel_signature)
+        return partial(run.launch, *grid, stream, compiled.function, *options, *types, tuple(values))
+    return partial(run, *grid, stream, compiled.function, packed, *no_hooks, *values)
+
+
+class Kernel:
+    """A Triton kernel: ``kernel[grid](name=value, ...)`` launches it, and records the launch in a `Recording`."""
+
+    def __init__(self, jitted: Any) -> None:
+        self._jitted = jitted
+        parameters = inspect.signature(jitted.fn).parameters.values()
+        self._defaults = {each.name: each.default for each in parameters}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._jitted, name)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        if _thread.recording is None:
+            return self._jitted[grid]  # type: ignore[no-any-return]
+        return partial(self._record, _thread.recording, grid)
+
+    def _record(self, recording: Recording, grid: tuple[int, ...], **arguments: Any) -> None:
+        with _disable_current_modes():  # Triton's interpreter copies tensors
+            compiled = self._jitted[grid](**arguments)
+        values = [arguments.get(name, default) for name, default in self._defaults.items()]
+        if compiled is not None:
+            recording.add(compiled, grid, values)
+        else:  # Triton's interpreter: a launch with tensors
+            recording.kept += [value for value in values if isinstance(value, Tensor)]
+            recording.calls.append(partial(self._jitted[grid], **arguments))
