@@ -12,7 +12,7 @@ import pytest
 
 import gradwire
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 URL = "https://example.org/gradwire"
 BUILD_METADATA = "from setuptools import build_meta; print(build_meta.prepare_metadata_for_build_wheel('.'))"
 

@@ -12,7 +12,7 @@ from gradwire.bench.record import Metric, RecordError, records_of, save
 from tools import compare as compare_tool
 from tools.compare import MIN_BAND, UNREPEATED_BAND, compare, load_ratios, ratios
 
-KEPT = Path(__file__).parents[1] / "bench" / "results"
+KEPT = Path(__file__).parents[2] / "bench" / "results"
 WITHOUT_RATIOS = ("advise", "compiled", "demo", "gpu", "rounding", "soak", "telemetry")
 RESULTS = sorted(path for path in KEPT.glob("*.jsonl") if path.stem not in WITHOUT_RATIOS)
 

@@ -21,7 +21,7 @@ from gradwire.hooks.powerSGD_hook import PowerSGDState
 from gradwire.hooks.quantization_hooks import QuantizationState
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 DOTTED = re.compile(r"`(gradwire(?:\.\w+)+)")
 
 
