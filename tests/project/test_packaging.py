@@ -56,11 +56,6 @@ def test_description_with_repository_leads_to_its_files(checkout):
     assert len(links) > 30 and all(link.startswith("https://") for link in links)
 
 
-def test_urls_of_the_project_have_a_repository_if_any():
-    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"].get("urls")
-    assert urls is None or "Repository" in urls
-
-
 @pytest.mark.parametrize(("tag", "is_accepted"), [(f"v{gradwire.__version__}", True), ("v99.0", False)])
 def test_release_stops_unless_its_tag_is_the_version(tag, is_accepted):
     yaml = pytest.importorskip("yaml")

@@ -59,27 +59,6 @@ def test_dotted_names_in_docstrings_and_documentation_resolve():
     assert [(place, name) for place, name in named if not resolves(name)] == []
 
 
-def test_names_that_do_not_exist_do_not_resolve():
-    assert not resolves("gradwire.hooks.scaled_cast_hook")
-    assert not resolves("gradwire.hooks.scaled_cast_hooks.no_hook")
-
-
-# Each module is asked for in its own child of one interpreter, because a module may import others.
-ASK_FOR_EACH = """
-import os, gradwire
-for name in gradwire.hooks.__all__:
-    if os.fork() == 0:
-        print(getattr(gradwire.hooks, name).__name__, flush=True)
-        os._exit(0)
-    os.wait()
-"""
-
-
-def test_public_hook_modules_are_reachable_after_import_gradwire():
-    found = subprocess.run([sys.executable, "-c", ASK_FOR_EACH], capture_output=True, text=True, check=True)
-    assert found.stdout.split() == [f"gradwire.hooks.{name}" for name in gradwire.hooks.__all__]
-
-
 def test_hooks_list_the_public_modules():
     modules = {path.stem for path in (ROOT / "hooks").glob("*.py")}
     assert gradwire.hooks.__all__ == sorted(name for name in modules if not name.startswith("_"))
