@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.kernels import FactorLayout, draw, lowrank_reconstruct_triton, random_key, renew, uniform
+from gradwire.kernels import FactorLayout, draw, lowrank_triton, random_key, renew, uniform
 from gradwire.kernels.dispatch import use_triton
 from tests.kernels.cases import INTERPRETED, PROPERTY, name
 from tests.kernels.exact import Guarded, assert_same_bits
@@ -198,7 +198,7 @@ def test_replayed_launches_draw_columns_of_step_in_device_memory(device, monkeyp
             return lambda **arguments: launches.append(partial(self.kernel[grid], **arguments))
 
     for kernel in ("_norms_kernel", "_renew_kernel"):
-        monkeypatch.setattr(lowrank_reconstruct_triton, kernel, Recording(getattr(lowrank_reconstruct_triton, kernel)))
+        monkeypatch.setattr(lowrank_triton, kernel, Recording(getattr(lowrank_triton, kernel)))
     following, step = torch.zeros(layout.numel, device=device), at(3, device)
     draw(layout, keys, step, following)
     assert len(launches) == 2
