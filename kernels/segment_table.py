@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gradwire.kernels.layouts import WIRE_DTYPES, compute_dtype, is_dense, layout_guard, memory_order
+from gradwire.kernels.layouts import WIRE_DTYPES, compute_dtype, is_dense, layout_guard
 from gradwire.kernels.uploads import Upload
 
 # Elements per program. 4096 with 8 warps is 16 elements a thread: four 16-byte loads of fp32 in flight, and 64 KiB of
@@ -74,6 +74,7 @@ class SegmentTable:
         runs: element ranges that the CPU paths process at once, in wire order.
         n_chunks: number of programs of a kernel.
         fields: rows of the packed table between the addresses and the chunks.
+        scratch: memory of the CPU paths in one dtype, run by run; see `gradwire.kernels.flatten`.
 
     Raises:
         ValueError: the list is empty; dtypes or devices differ; a tensor is not floating point or complex, is sparse,
@@ -116,7 +117,7 @@ class SegmentTable:
         self._guard: Callable[..., bool] | None = None  # `layout_guard` of the first list that was checked
         self._packed: Upload | None = None
         self._views: tuple[int, torch.dtype, list[Tensor]] | None = None  # address and dtype of the wire, its views
-        self._blocks: tuple[torch.dtype | None, list[tuple[Run, Tensor, list[Tensor]]]] = (None, [])  # of `blocks`
+        self.scratch: tuple[torch.dtype | None, list[tuple[Run, Tensor, list[Tensor]]]] = (None, [])
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -212,28 +213,6 @@ class SegmentTable:
     def real(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """`as_real` of each tensor."""
         return [torch.view_as_real(tensor) for tensor in tensors] if self.is_complex else list(tensors)
-
-    def blocks(self, dtype: torch.dtype) -> list[tuple[Run, Tensor, list[Tensor]]]:
-        """For each run with elements, uninitialized scratch in ``dtype``, 1-D, and its views: in the shapes of the
-        tensors, or for a slice the scratch itself. The last result is cached.
-        """
-        # Views are made once: for many small tensors they cost more than the copies.
-        if self._blocks[0] != dtype:
-            numel = max(run.stop - run.start for run in self.runs)
-            scratch, blocks = torch.empty(numel, dtype=dtype, device=self.device), []
-            for run in self.runs:
-                x = scratch[: run.stop - run.start]
-                whole = range(run.first, 0 if run.is_slice else run.last)
-                views = [self.view(i, scratch, self.offsets[i] - run.start) for i in whole]
-                if x.numel() > 0:
-                    blocks.append((run, x, views or [x]))
-            self._blocks = (dtype, blocks)
-        return self._blocks[1]
-
-    def piece(self, run: Run, tensor: Tensor) -> Tensor:
-        """The slice that ``run`` is of its tensor, 1-D."""
-        begin = run.start - self.offsets[run.first]
-        return memory_order(tensor)[begin : begin + run.stop - run.start]
 
 
 def _lazy_view(index: int) -> str:
