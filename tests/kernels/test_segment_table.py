@@ -7,8 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.kernels import SegmentTable, memory_order, segment_table
-from gradwire.kernels.segment_table import CHUNK_NUMEL, is_dense
+from gradwire.kernels import SegmentTable, memory_order, segment_table, uploads
+from gradwire.kernels.layouts import is_dense
+from gradwire.kernels.segment_table import CHUNK_NUMEL
 from tests.kernels.cases import PROPERTY, SOURCES, Layout, cases, name
 from tests.kernels.exact import as_float64
 
@@ -52,8 +53,8 @@ def test_runs_cover_the_wire_once_in_order(case, block):
 
 def test_addresses_are_uploaded_again_only_after_a_change(device, monkeypatch):
     sizes = []
-    pinned = segment_table.pinned
-    monkeypatch.setattr(segment_table, "pinned", lambda numbers, to: sizes.append(len(numbers)) or pinned(numbers, to))
+    pinned = uploads.pinned
+    monkeypatch.setattr(uploads, "pinned", lambda numbers, to: sizes.append(len(numbers)) or pinned(numbers, to))
     first, second = tensors_of(5000, 3, device=device), tensors_of(5000, 3, device=device)
     table = SegmentTable(first)
 

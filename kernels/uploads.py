@@ -1,0 +1,74 @@
+"""Uploads: integers that kernels read on the device, such as tables of addresses, sent without a synchronization."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether this thread is capturing a CUDA graph on ``device``: work is recorded, and none of it runs yet."""
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device.index):  # the call asks about the current device
+        return torch.cuda.is_current_stream_capturing()
+
+
+def pinned(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """An int64 tensor on the host, pinned if ``device`` is a GPU, so that a copy to it needs no synchronization."""
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+
+
+def upload(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """An int64 tensor on the device, sent without a synchronization."""
+    return pinned(numbers, device).to(device, non_blocking=True)
+
+
+class Upload:
+    """Integers on a device that keep their address when the first of them are replaced.
+
+    A CUDA graph reads the source of a captured copy again at every replay, long after the host would have freed it.
+    The object therefore owns the sources of captured copies. PyTorch itself keeps the sources of other copies alive
+    until these are done.
+
+    Attributes:
+        numbers: the first of them, as uploaded.
+        tensor: all of them, int64, 1-D, on the device.
+    """
+
+    def __init__(self, device: torch.device, numbers: Sequence[int], rest: Iterable[int] = ()) -> None:
+        self.numbers = numbers
+        everything = [*numbers, *rest]
+        self.tensor = torch.empty(len(everything), dtype=torch.int64, device=device)
+        self._captured_sources: list[Tensor] = []
+        self._write(everything)
+
+    def replace(self, numbers: Sequence[int]) -> Tensor:
+        """Overwrite the first numbers in stream order, unless they are the same. Returns ``tensor``."""
+        if numbers is not self.numbers and numbers != self.numbers:
+            self._write(numbers)
+        self.numbers = numbers
+        return self.tensor
+
+    def _write(self, numbers: Sequence[int]) -> None:
+        source = pinned(numbers, self.tensor.device)
+        if is_capturing(self.tensor.device):
+            self._captured_sources.append(source)
+        self.tensor[: len(numbers)].copy_(source, non_blocking=True)
+
+
+class ProgramTables:
+    """Program tables on a device: each is built and uploaded at its first use, then kept."""
+
+    def __init__(self) -> None:
+        self._uploads: dict[object, tuple[Upload, Tensor]] = {}
+
+    def get(self, key: object, device: torch.device, columns: Callable[[], Iterable[Sequence[int]]]) -> Tensor:
+        """The table ``key``, int64 [fields, columns]. ``columns()``, called at the first use, yields its columns."""
+        if (key, device) not in self._uploads:
+            rows = list(zip(*columns(), strict=True))
+            upload = Upload(device, [number for row in rows for number in row])
+            self._uploads[key, device] = upload, upload.tensor.view(len(rows), -1)
+        return self._uploads[key, device][1]
