@@ -82,7 +82,7 @@ soak: install
 test-integrations: install
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,integrations]" --config-settings editable_mode=strict
 	$(BIN)/python -c "import accelerate, lightning, ray.train, transformers"
-	env OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integrations tests/test_examples.py
+	env OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integrations tests/project/test_examples.py
 
 # Kernel tests with the oldest supported Triton, a dependency of PyTorch 2.11's GPU builds.
 test-triton36: install
@@ -94,7 +94,7 @@ test-triton36: install
 # 5 GB and some minutes.
 MATRIX ?= 3.11=2.11.0 3.12=2.13.0 3.13=2.15.0
 test-matrix:
-	$(PYTHON) tests/matrix.py $(MATRIX)
+	$(PYTHON) tests/project/matrix.py $(MATRIX)
 
 # PyTorch's own DDP tests against its class and gradwire's, on 2 and 4 ranks; prints a table of the outcomes.
 conformance: install

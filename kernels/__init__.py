@@ -1,16 +1,23 @@
 """Kernels: the fused device work of gradient compression. The package issues no collectives.
 
-Each family has a reference in plain PyTorch, Triton kernels, and CPU paths where these are faster than the reference:
+    flatten             gradients <-> one flat wire buffer, with scale, saturation and cast
+    delayed_scaling     the scale of a 16-bit wire, from the previous step's largest magnitude
+    lowrank             PowerSGD's three passes over the matrices of a bucket, and the factors of the next step
+    orthogonalize       an orthonormal basis of every low-rank factor
+    quantize            gradients <-> messages of 1 to 32 bits an element, block by block, with error feedback
+    wire_formats        the encodings of these messages: int8, int4, int2, sign, fp8, bf16, fp16 and fp32
+    counter_random      random numbers that are equal on every rank and device
+    segment_table, block_table, matrix_table    where the tensors, blocks and factors of a bucket lie
+    layouts, uploads    memory order and dtypes of tensors; integers that kernels read on the device
+    dispatch            the choice between Triton kernels, CPU paths and references
 
-    segment_table      gradients <-> one flat wire buffer, with scale, saturation and cast
-    delayed_scaling    the scale of a 16-bit wire, from the previous step's largest magnitude
-    lowrank            PowerSGD's three passes over the matrices of a bucket, and the factors of the next step
-    orthogonalize      an orthonormal basis of every low-rank factor
-    quantize           gradients <-> messages of 1 to 32 bits an element, block by block, with error feedback
+A family is a file ``NAME``, with the functions of this package, their references in plain PyTorch and the CPU paths,
+and a file ``NAME_triton``. The CPU paths of `quantize` are in `quantize_cpu`; `common_triton` has the device functions
+of several families.
 
-The files ``*_triton`` have the Triton kernels; `choose` is called with the file. `segment_table`, `block_table` and
-`matrix_table` describe a bucket to the kernels, and `dispatch` chooses the implementation: once for each bucket, whose
-steps call the bound functions. The functions of this package check their arguments, and choose in every call.
+The functions of this package check their arguments, and choose an implementation in every call. A bucket binds its
+implementations once, by ``bound_*`` or `SegmentTable.kernels`. Bound functions take the arguments of the references,
+and check nothing: layouts are checked where they are made.
 """
 
 from gradwire.kernels.block_table import (
@@ -23,8 +30,18 @@ from gradwire.kernels.block_table import (
 )
 from gradwire.kernels.counter_random import random_key, uniform
 from gradwire.kernels.delayed_scaling import MAX_EXPONENT, bound_update_scale, update_scale_reference
-from gradwire.kernels.dispatch import WIRE_DTYPES, compute_dtype, use_triton
+from gradwire.kernels.dispatch import use_triton
+from gradwire.kernels.flatten import flatten, flatten_reference, unflatten, unflatten_reference
 from gradwire.kernels.launch import Recording
+from gradwire.kernels.layouts import (
+    WIRE_DTYPES,
+    as_real,
+    compute_dtype,
+    gradient_layout,
+    layout_guard,
+    layout_in_dtype,
+    memory_order,
+)
 from gradwire.kernels.lowrank import (
     LowRankKernels,
     backproject,
@@ -63,20 +80,8 @@ from gradwire.kernels.quantize import (
     sum_quantized,
     sum_quantized_reference,
 )
-from gradwire.kernels.segment_table import (
-    SegmentTable,
-    as_real,
-    flatten,
-    flatten_reference,
-    gradient_layout,
-    is_capturing,
-    layout_guard,
-    layout_in_dtype,
-    memory_order,
-    unflatten,
-    unflatten_reference,
-    upload,
-)
+from gradwire.kernels.segment_table import SegmentTable
+from gradwire.kernels.uploads import is_capturing, upload
 from gradwire.kernels.wire_formats import WIRE_FORMATS, Rounding, WireFormat
 
 __all__ = [
@@ -95,8 +100,8 @@ __all__ = [
     "MatrixTable",
     "MessageLayout",
     "Operands",
-    "QuantizationKernels",
     "Recording",
+    "QuantizationKernels",
     "Renewal",
     "Rounding",
     "Section",

@@ -31,7 +31,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.kernels.segment_table import Run, SegmentTable, cut_runs, upload
+from gradwire.kernels.segment_table import Run, SegmentTable, cut_runs
+from gradwire.kernels.uploads import upload
 from gradwire.kernels.wire_formats import SCALE_BYTES, Blocks, WireFormat
 
 HEADER_BYTES = 16

@@ -78,4 +78,4 @@ def update_scale_reference(
 
 def bound_update_scale(device: torch.device) -> Callable[..., None]:
     """`update_scale_reference` for ``device``, or the Triton kernel: one launch without a synchronization."""
-    return choose(device, "flatten_triton", update_scale_reference, update_scale_reference)
+    return choose(device, update_scale_reference, update_scale_reference)

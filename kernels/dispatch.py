@@ -15,11 +15,9 @@ from importlib.util import find_spec
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor
 
 HAS_TRITON = find_spec("triton") is not None
 CHOICES = ("auto", "triton", "torch")
-WIRE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
@@ -62,34 +60,17 @@ def use_triton(device: torch.device) -> bool:
     return possible and choice != "torch"
 
 
-def choose(
-    device: torch.device, triton_file: str, cpu: Function, reference: Function, takes_triton: bool = True
-) -> Function:
+def choose(device: torch.device, cpu: Function, reference: Function, takes_triton: bool = True) -> Function:
     """The implementation for tensors of ``device``.
 
     Args:
         device: device of the operands.
-        triton_file: file of the Triton kernels; they are launched by its function ``NAME_triton``.
         cpu: the CPU path.
-        reference: the function ``NAME_reference``, for other devices without Triton.
+        reference: the function ``NAME_reference`` of a file ``FILE``, for other devices without Triton. The Triton
+            kernels are launched by the function ``NAME_triton`` of ``FILE_triton``.
         takes_triton: whether the Triton kernels accept the operands.
     """
     if takes_triton and use_triton(device):
-        launchers: Any = import_module(f"gradwire.kernels.{triton_file}")
+        launchers: Any = import_module(f"{reference.__module__}_triton")
         return cast("Function", getattr(launchers, reference.__name__.replace("_reference", "_triton")))
     return cpu if device.type == "cpu" else reference
-
-
-def next_power_of_2(number: int) -> int:
-    """The smallest power of two that is at least ``number``, a positive integer."""
-    return 1 << (number - 1).bit_length()
-
-
-def compute_dtype(*dtypes: torch.dtype) -> torch.dtype:
-    """The dtype of the arithmetic between these dtypes: fp64 if one of them is fp64, else fp32."""
-    return torch.float64 if torch.float64 in dtypes else torch.float32
-
-
-def narrow_reference(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast from the dtype of the arithmetic. fp64 is rounded to fp32 on its way to 16 bits, as in PyTorch."""
-    return x if dtype == torch.float64 else x.to(torch.float32).to(dtype)

@@ -35,11 +35,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gradwire.kernels.counter_random import uniform
+from gradwire.kernels.counter_random import check_step, uniform
 from gradwire.kernels.dispatch import choose
 from gradwire.kernels.matrix_table import FactorLayout, MatrixTable, Operands
 from gradwire.kernels.orthogonalize import bound_orthogonalize
-from gradwire.kernels.segment_table import check_step
 
 # Row norms in this range can be squared in fp64; others take `_renew_carefully`.
 SAFE_NORMS = (1e-140, 1e140)
@@ -237,7 +236,7 @@ def _renew_carefully(q: Tensor, after: Tensor, key: int, step: Tensor) -> None:
 
 
 class LowRankKernels(NamedTuple):
-    """The operations on the matrices of one table. They have the arguments of the references, and check nothing."""
+    """The operations on the matrices of one table."""
 
     project: Callable[..., None]
     backproject: Callable[..., None]
@@ -248,11 +247,11 @@ class LowRankKernels(NamedTuple):
 
 def bound_low_rank(table: MatrixTable) -> LowRankKernels:
     """The operations for a table: Triton, CPU code or references, chosen once for all steps."""
-    device, fits, file = table.device, table.fits_triton, "lowrank_triton"
+    device, fits = table.device, table.fits_triton
     return LowRankKernels(
-        choose(device, file, project_cpu, project_reference, fits),
-        choose(device, file, backproject_cpu, backproject_reference, fits),
-        choose(device, "lowrank_reconstruct_triton", reconstruct_cpu, reconstruct_reference, fits),
+        choose(device, project_cpu, project_reference, fits),
+        choose(device, backproject_cpu, backproject_reference, fits),
+        choose(device, reconstruct_cpu, reconstruct_reference, fits),
         bound_orthogonalize(device, table.compute, table.compute, table.largest_rank),
         partial(draw, renew=_bound_renew(device, table.compute)),
     )
@@ -345,7 +344,7 @@ def renew(
 
 
 def _bound_renew(device: torch.device, dtype: torch.dtype) -> Callable[..., None]:
-    return choose(device, "lowrank_reconstruct_triton", renew_cpu, renew_reference, dtype == torch.float32)
+    return choose(device, renew_cpu, renew_reference, dtype == torch.float32)
 
 
 def draw(

@@ -19,8 +19,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gradwire.kernels.dispatch import compute_dtype, next_power_of_2, use_triton
-from gradwire.kernels.segment_table import CPU_BLOCK_NUMEL, ProgramTables, SegmentTable, Upload, check_step
+from gradwire.kernels.counter_random import check_step
+from gradwire.kernels.dispatch import use_triton
+from gradwire.kernels.layouts import compute_dtype, next_power_of_2
+from gradwire.kernels.segment_table import CPU_BLOCK_NUMEL, SegmentTable
+from gradwire.kernels.uploads import ProgramTables, Upload
 
 # Each factor begins at a multiple of this many elements: 64 bytes of fp32, which CPUs and GPUs read at once.
 ALIGN_NUMEL = 16

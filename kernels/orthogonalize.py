@@ -153,10 +153,10 @@ def gram_schmidt(rows: Tensor, tolerance: float) -> Tensor:
 def bound_orthogonalize(
     device: torch.device, wire: torch.dtype, out: torch.dtype, largest_rank: int
 ) -> Callable[..., None]:
-    """`orthogonalize` from a wire dtype into another, of ranks up to ``largest_rank``, which checks nothing."""
+    """`orthogonalize` from a wire dtype into another, of ranks up to ``largest_rank``."""
     cpu = orthogonalize_reference if torch.float64 in (wire, out) else orthogonalize_cpu
     takes_triton = largest_rank <= MAX_RANK and out == torch.float32
-    return choose(device, "orthogonalize_triton", cpu, orthogonalize_reference, takes_triton)
+    return choose(device, cpu, orthogonalize_reference, takes_triton)
 
 
 def orthogonalize(wire: Tensor, layout: FactorLayout, out: Tensor, finite: Tensor) -> None:

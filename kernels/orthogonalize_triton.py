@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gradwire.kernels.common_triton import kernel, load_fields
-from gradwire.kernels.dispatch import next_power_of_2
+from gradwire.kernels.layouts import next_power_of_2
 from gradwire.kernels.matrix_table import FactorLayout
 from gradwire.kernels.orthogonalize import tolerance
 

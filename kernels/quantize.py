@@ -45,7 +45,9 @@ import torch
 from torch import Tensor
 
 from gradwire.kernels.block_table import ALIGN_BYTES, BlockTable, Section
+from gradwire.kernels.counter_random import check_step
 from gradwire.kernels.dispatch import choose
+from gradwire.kernels.layouts import memory_order
 from gradwire.kernels.quantize_cpu import (
     commit_errors_cpu,
     dequantize_cpu,
@@ -53,7 +55,6 @@ from gradwire.kernels.quantize_cpu import (
     reduce_quantized_cpu,
     sum_quantized_cpu,
 )
-from gradwire.kernels.segment_table import check_step, memory_order
 from gradwire.kernels.wire_formats import Rounding, encode_with_errors
 
 MESSAGE_DTYPES = (torch.uint8,)
@@ -232,10 +233,7 @@ def commit_errors_reference(gathered: Tensor, pending: Tensor, errors: Tensor) -
 
 
 class QuantizationKernels(NamedTuple):
-    """The operations on one device. They take their arguments in the order of the references, and check nothing.
-
-    All but ``commit_errors`` need a section with blocks.
-    """
+    """The operations on one device. All but ``commit_errors`` need a section with blocks."""
 
     quantize: Callable[..., None]
     reduce_quantized: Callable[..., None]
@@ -247,11 +245,11 @@ class QuantizationKernels(NamedTuple):
 def bound_quantization(device: torch.device) -> QuantizationKernels:
     """The operations for tensors of ``device``: Triton, CPU code or references, chosen once for all steps."""
     return QuantizationKernels(
-        choose(device, "quantize_triton", quantize_cpu, quantize_reference),
-        choose(device, "quantize_triton", reduce_quantized_cpu, reduce_quantized_reference),
-        choose(device, "quantize_triton", sum_quantized_cpu, sum_quantized_reference),
-        choose(device, "quantize_triton", dequantize_cpu, dequantize_reference),
-        choose(device, "quantize_triton", commit_errors_cpu, commit_errors_reference),
+        choose(device, quantize_cpu, quantize_reference),
+        choose(device, reduce_quantized_cpu, reduce_quantized_reference),
+        choose(device, sum_quantized_cpu, sum_quantized_reference),
+        choose(device, dequantize_cpu, dequantize_reference),
+        choose(device, commit_errors_cpu, commit_errors_reference),
     )
 
 
@@ -287,8 +285,7 @@ def quantize(
     _check_message(section, message, "message")
     _check_errors(errors, pending, step, section.table.numel, section.table.device)
     if section.table.n_blocks > 0:
-        run = choose(message.device, "quantize_triton", quantize_cpu, quantize_reference)
-        run(tensors, section, message, scale, errors, pending, rounding)
+        bound_quantization(message.device).quantize(tensors, section, message, scale, errors, pending, rounding)
 
 
 def reduce_quantized(
@@ -327,8 +324,7 @@ def reduce_quantized(
     _check_errors(errors, pending, step, numel, received.device)
     _check_rank(rank, world_size)
     if section.blocks_per_cell > 0:
-        run = choose(received.device, "quantize_triton", reduce_quantized_cpu, reduce_quantized_reference)
-        run(received, section, result, rank, errors, pending, rounding)
+        bound_quantization(received.device).reduce_quantized(received, section, result, rank, errors, pending, rounding)
 
 
 def sum_quantized(received: Tensor, section: Section, total: Tensor, *, rank: int) -> None:
@@ -349,8 +345,7 @@ def sum_quantized(received: Tensor, section: Section, total: Tensor, *, rank: in
     _check_buffer(total, "total", (numel,), received.device, (torch.float32,))
     _check_rank(rank, world_size)
     if section.blocks_per_cell > 0:
-        run = choose(received.device, "quantize_triton", sum_quantized_cpu, sum_quantized_reference)
-        run(received, section, total, rank)
+        bound_quantization(received.device).sum_quantized(received, section, total, rank)
 
 
 def dequantize(gathered: Tensor, section: Section, tensors: Sequence[Tensor]) -> None:
@@ -369,7 +364,7 @@ def dequantize(gathered: Tensor, section: Section, tensors: Sequence[Tensor]) ->
     section.table.segments.check_tensors(tensors)
     _check_message(section, gathered, "gathered")
     if section.table.n_blocks > 0:
-        choose(gathered.device, "quantize_triton", dequantize_cpu, dequantize_reference)(gathered, section, tensors)
+        bound_quantization(gathered.device).dequantize(gathered, section, tensors)
 
 
 def commit_errors(gathered: Tensor, pending: Tensor, errors: Tensor) -> None:
@@ -393,5 +388,4 @@ def commit_errors(gathered: Tensor, pending: Tensor, errors: Tensor) -> None:
             "expected contiguous 1-D tensors of one dtype and size."
         )
     if errors.numel() > 0:
-        run = choose(gathered.device, "quantize_triton", commit_errors_cpu, commit_errors_reference)
-        run(gathered, pending, errors)
+        bound_quantization(gathered.device).commit_errors(gathered, pending, errors)

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from gradwire.kernels.block_table import MIN_BLOCK_SIZE, RUN_NUMEL, BlockTable, Section
-from gradwire.kernels.segment_table import Run, memory_order
+from gradwire.kernels.layouts import memory_order
+from gradwire.kernels.segment_table import Run
 from gradwire.kernels.wire_formats import MIN_SCALE, Rounding, WireFormat, encode_with_errors
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gradwire.kernels.block_table import ALIGN_BYTES, Section
 from gradwire.kernels.common_triton import kernel, load_chunk, triton_dtype
-from gradwire.kernels.dispatch import next_power_of_2
+from gradwire.kernels.layouts import next_power_of_2
 from gradwire.kernels.segment_table import CHUNK_NUMEL
 from gradwire.kernels.wire_formats import Rounding
 from gradwire.kernels.wire_formats_triton import (

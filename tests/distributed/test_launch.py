@@ -15,7 +15,6 @@ from gradwire.bench import namespaces
 ROOT = Path(__file__).parents[2]
 OBSTACLE = namespaces.obstacle()
 HANG_LIMIT = 300  # seconds; ends what hangs, also on a busy machine
-NUMEL = 1024 * 1024  # of the program's gradients
 pytestmark = pytest.mark.skipif(OBSTACLE is not None, reason=f"no network namespaces: {OBSTACLE}")
 
 

@@ -28,21 +28,3 @@ def uniform_oracle(key, step, numel, first=0):
         state, z = splitmix64(state)
         result.append((2 * (z >> 40) + 1) / 2**24 - 1)
     return torch.tensor(result, dtype=torch.float64)
-
-
-def key_of_the_middle():
-    """A key whose first random bits, in step 0, are 100...0, the middle: SplitMix64 backwards."""
-
-    def undo_shift(z, bits):
-        x = z
-        for _ in range(64 // bits):
-            x = z ^ (x >> bits)
-        return x
-
-    def undo_mix(z):
-        z = undo_shift(z, 31)
-        z = undo_shift((z * pow(0x94D049BB133111EB, -1, 2**64)) & MASK, 27)
-        return undo_shift((z * pow(0xBF58476D1CE4E5B9, -1, 2**64)) & MASK, 30)
-
-    key = undo_mix((undo_mix(2**63) - 0x9E3779B97F4A7C15) & MASK)
-    return key - 2**64 if key >= 2**63 else key

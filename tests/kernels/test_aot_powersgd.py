@@ -19,7 +19,7 @@ from gradwire.kernels import (
     project,
     reconstruct,
 )
-from gradwire.kernels.dispatch import next_power_of_2
+from gradwire.kernels.layouts import next_power_of_2
 from gradwire.kernels.orthogonalize_triton import longest_small
 from tests.kernels.ahead_of_time import (
     BF16,

@@ -1,6 +1,5 @@
 """The counter-based random numbers, held to SplitMix64."""
 
-import numpy as np
 import pytest
 import torch
 import triton
@@ -70,32 +69,6 @@ def test_uniform_in_triton_is_bitwise_equal_to_reference(key, step, first, devic
     assert_same_bits(out.cpu().double(), uniform_oracle(key, step, 64, first), f"stream {key}, {step} from {first}")
     if first == 0:
         assert_same_bits(out, uniform(key, at(step, device), torch.arange(64, device=device)), f"stream {key}, {step}")
-
-
-N = 1 << 16
-STREAMS = [(0, 0), (0, 1), (1, 0), (2, 0), (-1, 7), (random_key(0, "weight"), 0), (random_key(0, "weight"), 1)]
-
-
-def within_five_sigma(samples, mean, variance, what):
-    deviation = (samples.mean() - mean) / np.sqrt(variance / samples.numel())
-    assert abs(deviation) < 5, f"{what}: the mean is {deviation:.1f} standard deviations off"
-
-
-@pytest.mark.parametrize("key, step", STREAMS)
-def test_stream_is_uniform_and_uncorrelated(key, step, device):
-    u = uniform(key, at(step, device), torch.arange(N, device=device)).double()
-    assert u.min() > -1
-    assert u.max() < 1
-    within_five_sigma(u, 0, 1 / 3, "u")
-    within_five_sigma(u**2, 1 / 3, 1 / 5 - 1 / 9, "u squared")
-    for lag in (1, 2, 3, 64, 1024):
-        within_five_sigma(u[lag:] * u[:-lag], 0, 1 / 9, f"u times the one {lag} before")
-    counts = torch.histc(u, 256, -1, 1)
-    statistic = ((counts - N / 256) ** 2 / (N / 256)).sum().item()
-    assert abs(statistic - 255) < 5 * np.sqrt(2 * 255), "chi squared of 256 bins"
-    bits = ((u + 1) * 2**23).long()
-    for bit in range(24):
-        within_five_sigma(((bits >> bit) & 1).double(), 0.5, 0.25, f"bit {bit}")
 
 
 def test_random_key_depends_on_seed_and_name_alone():

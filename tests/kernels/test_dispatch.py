@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gradwire.kernels import dispatch, flatten, lowrank_triton, unflatten
+from gradwire.kernels import flatten, lowrank_triton, unflatten
 from gradwire.kernels.dispatch import has_tf32, is_interpreted, use_triton
 from gradwire.kernels.lowrank_triton import dot_precision
 from gradwire.kernels.matrix_table import Matrix, MatrixTable
@@ -50,22 +50,6 @@ def test_unknown_choice_raises(choose):
     choose("cuda")
     with pytest.raises(ValueError, match=r"GRADWIRE_KERNELS is 'cuda'; expected one of auto, triton, torch"):
         use_triton(CPU)
-
-
-@pytest.fixture
-def without_triton(monkeypatch):
-    is_interpreted.cache_clear()
-    monkeypatch.setattr(dispatch, "HAS_TRITON", False)
-    yield
-    is_interpreted.cache_clear()
-
-
-def test_missing_triton_disables_kernels(without_triton, choose):
-    choose("auto")
-    assert not use_triton(CPU) and not use_triton(CUDA)
-    choose("triton")
-    with pytest.raises(RuntimeError, match="Triton is not installed"):
-        use_triton(CUDA)
 
 
 WITHOUT_TRITON = """

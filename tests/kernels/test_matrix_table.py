@@ -27,15 +27,6 @@ def table(*matrices, dtype=torch.float32):
     return MatrixTable([Matrix(*matrix) for matrix in matrices], dtype, CPU)
 
 
-def test_factors_are_packed_in_list_order_and_aligned():
-    layout = table((5, 7, 2), (3, 3, 3), (1, 32, 1), (9, 4, 4))
-    p, q = layout.p, layout.q
-    assert (p.ranks, p.lengths, p.sizes, p.offsets) == ([2, 3, 1, 4], [5, 3, 1, 9], [10, 9, 1, 36], [0, 16, 32, 48])
-    assert (q.ranks, q.lengths, q.sizes, q.offsets) == ([2, 3, 1, 4], [7, 3, 32, 4], [14, 9, 32, 16], [0, 16, 32, 64])
-    assert (p.numel, p.has_gaps) == (96, True)
-    assert (q.numel, q.has_gaps) == (80, True)
-
-
 @PROPERTY
 @given(drawn=st.lists(places(), min_size=1, max_size=8))
 def test_views_are_disjoint_in_order_and_minimally_padded(drawn):
@@ -106,15 +97,6 @@ def operands(layout, *, keep=False, has_error=True, **replaced):
 
 def check(layout, **options):
     operands(layout, **options).check(torch.empty(layout.p.numel), torch.empty(layout.q.numel))
-
-
-@pytest.mark.parametrize("dtype", GRADIENTS, ids=name)
-def test_fitting_matrices_are_accepted(dtype):
-    layout = table((2, 3, 1), (4, 1, 1), dtype=dtype)
-    check(layout)
-    check(layout, has_error=False)
-    if dtype in (torch.float32, torch.float64):
-        check(layout, keep=True)
 
 
 @pytest.mark.parametrize("dtype", GRADIENTS, ids=name)

@@ -11,7 +11,6 @@ from gradwire.kernels import (
     WIRE_FORMATS,
     BlockTable,
     MessageLayout,
-    Rounding,
     commit_errors,
     commit_errors_reference,
     dequantize,
@@ -164,16 +163,6 @@ def test_value_that_is_not_finite_in_any_run_of_a_cell_keeps_the_errors(wire, po
     numbers[1][0][position] = torch.inf
     found, expected = (exchange(case, functions, device, gradients=numbers) for functions in (PUBLIC, REFERENCE))
     assert_same_outcome(found, expected, case)
-
-
-@pytest.mark.skipif(INTERPRETED, reason="the scratch belongs to the CPU path")
-def test_buckets_of_all_sizes_and_formats_share_their_scratch(monkeypatch):
-    monkeypatch.setattr(quantize_cpu, "SCRATCH", quantize_cpu.Scratch())
-    memory = quantize_cpu.SCRATCH.allocate()
-    for wire in FORMATS:
-        for numel in (100, 1000, 7000):
-            check(Exchange(wire, layouts=(Layout((numel,), (1,)),)), torch.device("cpu"))
-    assert quantize_cpu.SCRATCH.memory is memory
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the scratch belongs to the CPU path")
@@ -339,12 +328,6 @@ def test_non_finite_element_flags_the_step_on_all_ranks(wire, bad, device):
     assert result[576:].isfinite().all()
 
 
-def test_finite_step_commits_errors(device):
-    outcome = exchange(Exchange(pieces=2), PUBLIC, device)
-    assert outcome.errors[0].all()
-    assert not any(flag for flags in outcome.flags for flag in flags)
-
-
 @pytest.mark.parametrize("cell", range(4))
 def test_flag_in_any_header_stops_commit(cell, device):
     gathered = torch.full((2, 2, 64), 255, dtype=torch.uint8, device=device)
@@ -371,38 +354,6 @@ def test_flag_among_many_cells_stops_commit(flagged, device):
     commit_errors_reference(gathered, pending, expected)
     assert_same_bits(errors, expected, "the errors")
     assert bool(errors.any()) == (flagged is None)
-
-
-@pytest.mark.parametrize("wire", FORMATS)
-def test_codes_do_not_depend_on_the_bucket(wire, device):
-    """A parameter alone is encoded as it is among others."""
-    tensors = [torch.randn(n, device=device) for n in (130, 777, 64)]
-    rounding = Rounding(torch.tensor([3], device=device), 4)
-
-    def blocks(chosen, world_size):
-        table = BlockTable([tensors[i] for i in chosen], 64, [10 + i for i in chosen])
-        layout = MessageLayout([(WIRE_FORMATS[wire], table)], world_size)
-        (section,) = layout.sections
-        message = torch.zeros(layout.message_shape, dtype=torch.uint8, device=device)
-        pending = torch.zeros(table.numel, dtype=BF16, device=device)
-        chosen_tensors = [tensors[i] for i in chosen]
-        quantize(
-            chosen_tensors,
-            section,
-            message,
-            scale=0.5,
-            errors=torch.zeros_like(pending),
-            pending=pending,
-            rounding=rounding,
-        )
-        decoded = [torch.empty_like(t) for t in chosen_tensors]
-        dequantize(message, section, decoded)
-        return decoded[chosen.index(1)], table.error_views(pending)[chosen.index(1)]
-
-    alone = blocks([1], 1)
-    for among in (blocks([0, 1, 2], 3), blocks([2, 1], 2)):
-        assert_same_bits(among[0], alone[0], "what the codes decode to")
-        assert_same_bits(among[1], alone[1], "the errors")
 
 
 def test_mean_of_many_ranks_is_summed_in_fp32(device):

@@ -21,7 +21,6 @@ LAYOUT = MessageLayout([(WIRE_FORMATS["int4"], TABLE)], 2)
 (SECTION,) = LAYOUT.sections
 MESSAGE = torch.zeros(LAYOUT.message_shape, dtype=torch.uint8)
 RESULT = torch.zeros(LAYOUT.result_shape, dtype=torch.uint8)
-STEP = torch.zeros(1, dtype=torch.int64)
 
 
 def errors(dtype=torch.float32, numel=TABLE.numel, device="cpu"):

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.kernels import FactorLayout, draw, lowrank_reconstruct_triton, random_key, renew, uniform
-from gradwire.kernels.dispatch import use_triton
+from gradwire.kernels import FactorLayout, draw, random_key, renew
 from tests.kernels.cases import INTERPRETED, PROPERTY, name
 from tests.kernels.exact import Guarded, assert_same_bits
 from tests.kernels.matrix_cases import (
@@ -23,7 +20,7 @@ from tests.kernels.matrix_cases import (
     rounding,
     values,
 )
-from tests.kernels.random_oracle import at, key_of_the_middle, uniform_oracle
+from tests.kernels.random_oracle import at, uniform_oracle
 
 INF, NAN = float("inf"), float("nan")
 FOLLOWING = (torch.float32, torch.float64)
@@ -162,48 +159,9 @@ def test_draw_depends_on_key_and_step_alone(device):
     assert_same_bits(alone, first[1], "without its neighbors")
 
 
-def test_uniform_of_middle_bits_is_not_zero(device):
-    # Were the middle zero, one in 2^24 rows of one element would be NaN, and stay so for the rest of the run.
-    assert (
-        uniform(key_of_the_middle(), at(0, device), torch.zeros((), dtype=torch.int64, device=device)).item()
-        == 2.0**-24
-    )
-    (found,) = drawn([key_of_the_middle()], 0, torch.float32, device, FactorLayout([1], [1]))
-    assert abs(found.item()) == 1
-
-
 @pytest.mark.parametrize("step", [torch.ones(2, dtype=torch.int64), torch.ones(1), torch.ones(1, dtype=torch.int32)])
 def test_step_of_wrong_dtype_or_size_raises(step, device):
     buffer = torch.full((96,), 3.0, device=device)
     with pytest.raises(ValueError, match=r"step is torch\.\w+ .*expected one element of torch\.int64 on"):
         draw(FactorLayout([2], [48]), [0], step.to(device), buffer)
     assert (buffer == 3).all()
-
-
-def test_replayed_launches_draw_columns_of_step_in_device_memory(device, monkeypatch):
-    if not use_triton(device):
-        pytest.skip("kernels need a GPU or TRITON_INTERPRET=1")
-    layout, keys, launches = FactorLayout([2], [9]), [7], []
-    expected = {i: torch.zeros(layout.numel, device=device) for i in (4, 5)}
-    for i, columns in expected.items():
-        draw(layout, keys, at(i, device), columns)
-
-    class Recording:
-        """A kernel whose launches can be made again as a CUDA graph makes them: with the same arguments."""
-
-        def __init__(self, kernel):
-            self.kernel = kernel
-
-        def __getitem__(self, grid):
-            return lambda **arguments: launches.append(partial(self.kernel[grid], **arguments))
-
-    for kernel in ("_norms_kernel", "_renew_kernel"):
-        monkeypatch.setattr(lowrank_reconstruct_triton, kernel, Recording(getattr(lowrank_reconstruct_triton, kernel)))
-    following, step = torch.zeros(layout.numel, device=device), at(3, device)
-    draw(layout, keys, step, following)
-    assert len(launches) == 2
-    for i, columns in expected.items():
-        step.add_(1)
-        for launch in launches:
-            launch()
-        assert_same_bits(following, columns, f"step {i}")

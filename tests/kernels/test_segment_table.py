@@ -7,30 +7,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.kernels import SegmentTable, memory_order, segment_table
-from gradwire.kernels.segment_table import CHUNK_NUMEL, is_dense
+from gradwire.kernels import SegmentTable, memory_order, segment_table, uploads
+from gradwire.kernels.layouts import is_dense
+from gradwire.kernels.segment_table import CHUNK_NUMEL
 from tests.kernels.cases import PROPERTY, SOURCES, Layout, cases, name
 from tests.kernels.exact import as_float64
 
 
 def tensors_of(*sizes, device="cpu", dtype=torch.float32):
     return [torch.zeros(size, dtype=dtype, device=device) for size in sizes]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64], ids=name)
-@PROPERTY
-@given(case=cases())
-def test_segments_are_packed_in_list_order(device, dtype, case):
-    tensors = case.views(case.sources(dtype, device))
-    table = SegmentTable(tensors)
-    pair = 2 if dtype.is_complex else 1
-    end = 0
-    for tensor, offset, length in zip(tensors, table.offsets, table.lengths, strict=True):
-        assert offset == end
-        assert length == tensor.numel() * pair
-        end += length
-    assert table.numel == end
-    assert len(table) == len(tensors)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64], ids=name)
@@ -68,8 +53,8 @@ def test_runs_cover_the_wire_once_in_order(case, block):
 
 def test_addresses_are_uploaded_again_only_after_a_change(device, monkeypatch):
     sizes = []
-    pinned = segment_table.pinned
-    monkeypatch.setattr(segment_table, "pinned", lambda numbers, to: sizes.append(len(numbers)) or pinned(numbers, to))
+    pinned = uploads.pinned
+    monkeypatch.setattr(uploads, "pinned", lambda numbers, to: sizes.append(len(numbers)) or pinned(numbers, to))
     first, second = tensors_of(5000, 3, device=device), tensors_of(5000, 3, device=device)
     table = SegmentTable(first)
 
@@ -172,47 +157,6 @@ def test_lazy_view_in_place_of_a_tensor_raises(lazy, make):
         table.check_tensors([lazy(torch.ones(3, dtype=torch.complex64))])
 
 
-# Tensors with the memory of ``tensor``. The first three fit wherever ``tensor`` does.
-REPLACEMENTS = {
-    "alias": lambda tensor: tensor.detach(),
-    "parameter": torch.nn.Parameter,
-    "gradient of a graph": lambda tensor: tensor.detach().requires_grad_(),
-    "reversed dimensions": lambda tensor: tensor.permute(*reversed(range(tensor.dim()))),
-    "one dimension": lambda tensor: tensor.as_strided((tensor.numel(),), (1,)),
-    "extra dimension": lambda tensor: tensor.unsqueeze(0),
-    "first half": lambda tensor: tensor.as_strided((tensor.numel() // 2,), (1,)),
-    "every second": lambda tensor: tensor.as_strided((tensor.numel() // 2,), (2,)),
-    "repeated": lambda tensor: tensor.as_strided(tensor.shape, [0] * tensor.dim()),
-    "other dtype": lambda tensor: tensor.view(torch.int32),
-    "half precision": lambda tensor: tensor.half(),
-    "other device": lambda tensor: tensor.to("meta"),
-}
-
-
-def refusal(table, tensors):
-    try:
-        table.check_tensors(tensors)
-    except ValueError as error:
-        return str(error)
-    return None
-
-
-@PROPERTY
-@given(case=cases(), kind=st.sampled_from(sorted(REPLACEMENTS)), index=st.integers(0, 100))
-def test_used_table_refuses_the_same_lists_as_a_new_table(case, kind, index):
-    tensors = case.views(case.sources(torch.float32, "cpu"))
-    new, table = SegmentTable(tensors), checked_table(tensors)
-    assert refusal(table, tensors) is None
-    at = index % len(tensors)
-    replaced = [*tensors[:at], REPLACEMENTS[kind](tensors[at]), *tensors[at + 1 :]]
-    expected = refusal(new, replaced)
-    assert refusal(table, replaced) == expected
-    if kind in list(REPLACEMENTS)[:3]:
-        assert expected is None
-    if kind in list(REPLACEMENTS)[-3:]:
-        assert expected is not None
-
-
 CHANGES = {
     "transposed": (lambda tensor: tensor.t_(), "shape|Tensor 0 is"),
     "resized": (lambda tensor: tensor.resize_(2, 3), r"\(2, 3\)"),
@@ -238,13 +182,3 @@ def test_checked_tensors_are_not_kept_alive():
     gc.collect()
     assert alive() is None
     table.check_tensors([other()])
-
-
-@pytest.mark.parametrize(
-    "wire",
-    [torch.empty(11), torch.empty(12, 1), torch.empty(24)[::2], torch.empty(12, device="meta")],
-    ids=["length", "dimensions", "stride", "device"],
-)
-def test_wire_misfitting_table_raises(wire):
-    with pytest.raises(ValueError, match="expected a contiguous 1-D tensor of 12 elements on cpu"):
-        SegmentTable([other()]).check_wire(wire)

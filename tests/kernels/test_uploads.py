@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 
-from gradwire.kernels import Matrix, MatrixTable, Operands, SegmentTable, segment_table
+from gradwire.kernels import Matrix, MatrixTable, Operands, SegmentTable, uploads
 
 
 def tensors_of(*sizes, device):
@@ -17,14 +17,14 @@ def tensors_of(*sizes, device):
 def sources(monkeypatch):
     """Weak references to the host tensors that are sent to the device."""
     references = []
-    pinned = segment_table.pinned
+    pinned = uploads.pinned
 
     def watched(numbers, device):
         source = pinned(numbers, device)
         references.append(weakref.ref(source))
         return source
 
-    monkeypatch.setattr(segment_table, "pinned", watched)
+    monkeypatch.setattr(uploads, "pinned", watched)
     return references
 
 
@@ -46,7 +46,7 @@ def test_captured_upload_keeps_its_source_as_long_as_the_table(make, sources, de
     lists = [tensors_of((4, 5), (2, 3), device=device) for _ in range(4)]
     table, upload = make(lists[0])
     for tensors, is_captured in zip(lists, (True, True, False, False), strict=True):
-        monkeypatch.setattr(segment_table, "is_capturing", lambda _, is_captured=is_captured: is_captured)
+        monkeypatch.setattr(uploads, "is_capturing", lambda _, is_captured=is_captured: is_captured)
         upload(tensors)
     gc.collect()
     assert [source() is not None for source in sources] == [True, True, False, False]
@@ -57,7 +57,7 @@ def test_captured_upload_keeps_its_source_as_long_as_the_table(make, sources, de
 
 def test_captured_layout_keeps_its_source_as_long_as_the_table(sources, device, monkeypatch):
     table = MatrixTable([Matrix(4, 5, 1)], torch.float32, device)
-    monkeypatch.setattr(segment_table, "is_capturing", lambda _: True)
+    monkeypatch.setattr(uploads, "is_capturing", lambda _: True)
     table.packed()
     gc.collect()
     assert [source() is not None for source in sources] == [True]

@@ -1,7 +1,6 @@
 """The model of a step, on drawn costs: no processes, no clocks."""
 
 import math
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -62,20 +61,8 @@ def plain(model, nbytes, launch=0.0):
     return HookCost(name="none", buckets=(bucket,) * len(model.ready), memory_bytes=0)
 
 
-def two_buckets(overlap=Overlap.EVERYTHING):
-    return ModelCost(forward=1.0, backward=4.0, ready=(2.0, 4.0), gradient_bytes=1, overlap=overlap)
-
-
 def fast_link(latency=0.0, per_byte=1e-12):
     return Link(world_size=2, bandwidth=1e9, costs={kind: MessageCost(latency, per_byte) for kind in KINDS})
-
-
-@given(cases(), bandwidths, bandwidths)
-@settings(deadline=None)
-def test_step_on_faster_link_is_not_longer(case, one, other):
-    model, hook, link = case
-    slow, fast = sorted((one, other))
-    assert step_seconds(model, hook, link.at(fast)) <= step_seconds(model, hook, link.at(slow)) * (1 + 1e-9)
 
 
 @given(cases())
@@ -112,14 +99,6 @@ def test_step_of_four_buckets_is_that_worked_out_by_hand(overlap, expected):
     assert step_seconds(model, hook, fast_link(latency=2.0, per_byte=1.0)) == expected
 
 
-@given(cases(), seconds)
-@settings(deadline=None)
-def test_optimizer_adds_its_time_to_the_step(case, optimizer):
-    model, hook, link = case
-    with_optimizer = replace(model, optimizer=optimizer)
-    assert step_seconds(with_optimizer, hook, link) == step_seconds(model, hook, link) + optimizer
-
-
 @given(cases(), st.integers(1, 6))
 @settings(deadline=None)
 def test_larger_buckets_send_the_same_bytes_in_fewer_messages(case, factor):
@@ -143,21 +122,6 @@ def test_three_buckets_become_a_small_first_one_and_one_of_two():
     assert [[message.nbytes for message in bucket.messages] for bucket in larger.buckets] == [[10], [20]]
 
 
-@pytest.mark.parametrize(
-    ("last_ready", "expected"),
-    [
-        (20, 10 + 20 + 4 + 1),  # the last bucket is launched at the end of the backward pass, and takes 1
-        (12, 10 + 20 + 4),  # it is back before the end
-    ],
-)
-def test_launches_of_all_buckets_delay_the_backward_pass(last_ready, expected):
-    model = ModelCost(
-        forward=10, backward=20, ready=(2, 4, 6, last_ready), gradient_bytes=1, overlap=Overlap.EVERYTHING
-    )
-    hook = plain(model, 1, launch=1.0)
-    assert step_seconds(model, hook, fast_link(per_byte=1.0)) == expected
-
-
 @given(cases(n_hooks=2))
 @settings(deadline=None, max_examples=50)
 def test_steps_at_break_even_bandwidth_are_equally_long(case):
@@ -166,16 +130,3 @@ def test_steps_at_break_even_bandwidth_are_equally_long(case):
     if at is not None and not math.isinf(at):
         mine, others = (step_seconds(model, each, link.at(at)) for each in (hook, other))
         assert mine == pytest.approx(others, rel=1e-6)
-
-
-def test_hook_that_sends_half_and_computes_pays_below_a_bandwidth():
-    model = two_buckets()
-    half = HookCost(
-        name="half", buckets=(BucketCost(0.0, (0.1, 0.1), (Message(KINDS[0], 50),), 0.0),) * 2, memory_bytes=0
-    )
-    link = fast_link(per_byte=1.0)
-    at = break_even(model, half, plain(model, 100), link)
-    assert at is not None and not math.isinf(at)
-    for factor, pays in ((0.5, True), (2.0, False)):
-        there = link.at(at * factor)
-        assert (step_seconds(model, half, there) < step_seconds(model, plain(model, 100), there)) is pays

@@ -1,7 +1,5 @@
 """The model of the executors: cases worked out by hand, and laws that hold for any durations."""
 
-import itertools
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -64,33 +62,3 @@ def test_ends_follow_bucket_order_and_no_bucket_is_faster_than_alone(case):
     for at, bucket, end in zip(ready, buckets, ends, strict=True):
         (alone,) = exchange_ends([at], [bucket])
         assert alone == at + sum(bucket.compute) + sum(bucket.busy) + sum(bucket.latency) <= end
-
-
-@settings(deadline=None)
-@given(exchanges())
-def test_more_buckets_in_flight_end_no_later(case):
-    ready, buckets = case
-    by_limit = [exchange_ends(ready, buckets, limit) for limit in range(1, len(buckets) + 1)]
-    assert by_limit[-1] == exchange_ends(ready, buckets)
-    for fewer, more in itertools.pairwise(by_limit):
-        assert all(later >= sooner for later, sooner in zip(fewer, more, strict=True))
-    one_by_one = 0
-    for at, bucket, end in zip(ready, buckets, by_limit[0], strict=True):
-        one_by_one = max(at, one_by_one) + sum(bucket.compute) + sum(bucket.busy) + sum(bucket.latency)
-        assert end == one_by_one
-    assert busy_until(ready, buckets) <= one_by_one
-
-
-@settings(deadline=None)
-@given(exchanges(), st.data())
-def test_longer_duration_makes_no_end_earlier(case, data):
-    ready, buckets = case
-    index = data.draw(st.integers(0, len(buckets) - 1))
-    kind = data.draw(st.integers(0, 2))
-    parts = [list(part) for part in buckets[index]]
-    parts[kind][data.draw(st.integers(0, len(parts[kind]) - 1))] += data.draw(st.integers(1, 50))
-    longer = [*buckets[:index], BucketTimes(*parts), *buckets[index + 1 :]]
-    for limit in (None, 1, 2):
-        pairs = zip(exchange_ends(ready, buckets, limit), exchange_ends(ready, longer, limit), strict=True)
-        assert all(before <= after for before, after in pairs)
-    assert busy_until(ready, buckets) <= busy_until(ready, longer)

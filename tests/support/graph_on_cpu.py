@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from gradwire.comm import Workspace
 from gradwire.compress import powersgd, quantization
-from gradwire.kernels import Operands, SegmentTable, lowrank, segment_table
+from gradwire.kernels import Operands, SegmentTable, lowrank, uploads
 from gradwire.kernels.dispatch import is_interpreted
 
 Kernel = Callable[..., None]
@@ -230,7 +230,7 @@ def _tensor_at(address: int, like: Tensor) -> Tensor:
 
 
 def _refuse_uploads(replace_numbers: Callable[..., None]) -> Callable[..., None]:
-    def call(upload: segment_table.Upload, numbers: Sequence[int]) -> None:
+    def call(upload: uploads.Upload, numbers: Sequence[int]) -> None:
         if GraphOnCpu.under_way is not None:
             raise RuntimeError("A table is uploaded in a capture, so every replay would upload it again: refresh it.")
         replace_numbers(upload, numbers)
@@ -248,21 +248,23 @@ def graphs_on_cpu() -> Iterator[type[GraphOnCpu]]:
     """A context in which ``torch.cuda.CUDAGraph`` is `GraphOnCpu`, which it yields with its counts at 0."""
     GraphOnCpu.captures = GraphOnCpu.replays = 0
     # Modules of these names are hidden in their package by the functions.
-    orthogonalize, quantize = (import_module(f"gradwire.kernels.{name}") for name in ("orthogonalize", "quantize"))
+    flatten, orthogonalize, quantize = (
+        import_module(f"gradwire.kernels.{name}") for name in ("flatten", "orthogonalize", "quantize")
+    )
     leaves: list[tuple[Any, str, Callable[[Any], Any]]] = [
         (lowrank, "project_cpu", _by_matrix_addresses),
         (lowrank, "backproject_cpu", _by_matrix_addresses),
         (lowrank, "reconstruct_cpu", _by_matrix_addresses),
         (lowrank, "renew_cpu", _recorded),
-        (segment_table, "flatten_cpu", partial(_by_segment_addresses, position=0)),
-        (segment_table, "unflatten_cpu", partial(_by_segment_addresses, position=1)),
+        (flatten, "flatten_cpu", partial(_by_segment_addresses, position=0)),
+        (flatten, "unflatten_cpu", partial(_by_segment_addresses, position=1)),
         (orthogonalize, "orthogonalize_cpu", _recorded),
         (orthogonalize, "orthogonalize_reference", _recorded),
         (quantize, "quantize_cpu", partial(_by_block_addresses, position=0)),
         (quantize, "reduce_quantized_cpu", _recorded),
         (quantize, "dequantize_cpu", partial(_by_block_addresses, position=2)),
         (quantize, "commit_errors_cpu", _recorded),
-        (segment_table.Upload, "_write", _refuse_uploads),
+        (uploads.Upload, "_write", _refuse_uploads),
     ]
     if is_interpreted():
         from triton.runtime.interpreter import GridExecutor
@@ -275,7 +277,7 @@ def graphs_on_cpu() -> Iterator[type[GraphOnCpu]]:
             (torch.cuda, "CUDAGraph", GraphOnCpu),
             (torch.cuda, "graph_pool_handle", Pool),
             (torch.cuda, "is_current_stream_capturing", is_capturing),
-            (segment_table, "is_capturing", is_capturing),
+            (uploads, "is_capturing", is_capturing),
             (powersgd, "is_capturing", is_capturing),
             (quantization, "is_capturing", is_capturing),
             (powersgd.LowRankBucket, "can_capture", True),

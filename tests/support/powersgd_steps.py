@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, settings
 from torch import nn
 
 from gradwire.hooks import default_hooks
@@ -16,9 +15,6 @@ START = 2  # the first compressed step, as early as a state with error feedback 
 U = 2.0**-24
 NEARLY_ONE = 1 + 2.0**-20  # for the second-order terms of bounds
 
-PROPERTY = settings(
-    max_examples=40, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
-)
 
 VARIANTS = {
     "plain": {},

@@ -4,7 +4,6 @@ import threading
 import weakref
 from types import SimpleNamespace
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -70,11 +69,3 @@ def test_closed_transport_ends_its_collectives_at_once_on_all_ranks():
     assert is_alive() is None
     store.set("closed", "")
     assert [error_of(work.wait)[0] for work in works] == ["RuntimeError"] * 5
-
-
-def test_closed_transport_drops_its_group():
-    group = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
-    transport = GroupTransport(group)
-    transport.close()
-    with pytest.raises(RuntimeError, match="This transport is closed"):
-        _ = transport.group

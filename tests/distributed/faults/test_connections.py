@@ -1,7 +1,5 @@
 """Connections of a process group after an error: executors, new groups, notices, and meetings in the store."""
 
-import subprocess
-import sys
 import threading
 from contextlib import ExitStack, suppress
 from datetime import timedelta
@@ -65,27 +63,6 @@ def test_abandoned_executor_touches_no_gradient_later():
     error_of(future.wait)
     assert not returned_early
     assert_same_bits(seen, [torch.ones(3)])
-
-
-@on_ranks(2, 3, limit=60)
-def test_connections_over_a_used_store_get_a_new_generation():
-    group = dist.new_group()
-    first = Connections(group)
-    for generation in (2, 3):
-        first.transport("backward", CPU)
-        dist.barrier()  # a rank that is still connecting would fail
-        first.fail("expected")
-        first.renew(generation)
-    first.end()
-    second = Connections(group)
-    notice, value = second.failure_elsewhere(), torch.ones(3)
-    transport = second.transport("backward", CPU)
-    transport.wait(transport.start(transport.all_reduce(value))[0])
-    second.end()
-    generation = second.generation
-    assert generation == 4
-    assert notice is None
-    assert_same_bits(value, torch.full((3,), float(dist.get_world_size())))
 
 
 @on_ranks(2, limit=90)
@@ -159,16 +136,6 @@ def test_failed_task_of_pytorchs_ddp_raises_on_connected_peer():
         assert "A gradient exchange failed on rank 0" in message
 
 
-@on_ranks(3)
-def test_notices_have_ranks_of_the_default_group():
-    group = dist.new_group([1, 2])
-    if dist.get_rank() == 2:
-        connections_of(group)._failure_notice()(Fault("planted"))
-    if dist.get_rank() > 0:
-        dist.barrier(group)
-        assert connections_of(group).failure_elsewhere() == "A gradient exchange failed on rank 2: planted"
-
-
 @on_ranks(2)
 def test_reason_of_the_rank_that_leaves_first_is_kept():
     found = connections_of(dist.new_group())
@@ -211,34 +178,6 @@ def test_request_without_an_answer_blocks_neither_itself_nor_later_ones():
         pass
     assert notices.ask(lambda store: request(store, 4)) == 4
     assert made == [0, 1, 3, 4]
-
-
-def test_request_that_the_store_refuses_has_no_answer():
-    def refuse(store):
-        raise RuntimeError
-
-    assert Notices(None).ask(refuse) is None
-    notices = Notices(dist.HashStore())
-    notices.tell(lambda store: store.set("key", "text"))
-    assert notices.ask(lambda store: store.get("key")) == b"text"
-
-
-WITH_A_LATE_ANSWER = """
-import sys, time
-from pathlib import Path
-from gradwire.comm.store_collectives import Notices
-
-def late(_):
-    time.sleep(0.5)
-    Path(sys.argv[1]).touch()
-
-assert Notices(None).ask(late, seconds=0.01) is None
-"""
-
-
-def test_exit_waits_for_a_request_without_an_answer(tmp_path):
-    subprocess.run([sys.executable, "-c", WITH_A_LATE_ANSWER, tmp_path / "answered"], check=True, timeout=240)
-    assert (tmp_path / "answered").exists()
 
 
 @pytest.mark.parametrize("outcome", ["met", "failed"])

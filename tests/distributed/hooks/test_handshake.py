@@ -1,10 +1,8 @@
 """The handshake: ranks that would run different things raise, each with the same words; the others pay for it once."""
 
-import gc
 import inspect
 from dataclasses import fields
 from datetime import timedelta
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -15,8 +13,7 @@ from gradwire.comm import store_collectives
 from gradwire.comm.connections import executor_for
 from gradwire.compress import DelayedScaling
 from gradwire.hooks import _handshake, default_hooks
-from gradwire.hooks._bucket import Bucket
-from gradwire.hooks.hook_state import HookSettings, HookState, settings_of
+from gradwire.hooks.hook_state import HookState, settings_of
 from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
@@ -249,54 +246,3 @@ def test_several_states_on_one_group_agree_separately():
     models = [wrapped(model=model, hook=hook, bucket_cap_mb=25) for model, hook in hooks.items()]
     seen = [train_steps(ddp) for _ in range(4) for ddp in reversed(models)]
     assert_same_on_all_ranks(from_all_ranks(seen))
-
-
-def agree(settings, group):
-    """A handshake at a bucket of one parameter."""
-    parameter = torch.zeros(1)
-    bucket = SimpleNamespace(
-        index=lambda: 0, is_last=lambda: True, parameters=lambda: [parameter], buffer=lambda: parameter
-    )
-    settings.handshake.agree(settings, Bucket.of(bucket), group)
-
-
-@on_ranks(2, 3)
-def test_agreement_of_destroyed_group_is_forgotten():
-    settings = HookSettings("a hook")
-    group = dist.new_group()
-    agree(settings, group)
-    before = len(settings.handshake._agreed)
-    dist.destroy_process_group(group)
-    del group
-    gc.collect()
-    assert (before, len(settings.handshake._agreed)) == (1, 0)
-
-
-@on_ranks(3)
-def test_ranks_of_subgroup_are_named_by_global_rank():
-    group = dist.new_group([1, 2])
-    if dist.get_rank() > 0:
-        message = message_of(agree, HookSettings(f"hook of rank {dist.get_rank()}"), group)
-        assert "hook: hook of rank 1 on rank 1; hook of rank 2 on rank 2" in message
-
-
-@on_ranks(2)
-def test_late_rank_is_awaited_and_named_in_log():
-    # Rank 1 comes only once rank 0 has said in the log that it waits.
-    group, said = dist.distributed_c10d._get_default_group(), []
-    store = store_collectives.gradwire_store(group)
-    if dist.get_rank() == 1:
-        store.wait(["rank 0 has warned"])
-        assert store_collectives.store_all_gather(group, "A test", "late") == ["in time", "late"]
-        return
-
-    def warning(text, *values):
-        said.append(text % values)
-        store.set("rank 0 has warned", "")
-
-    with (
-        mock.patch.object(store_collectives, "WARN_AFTER", timedelta(milliseconds=1)),
-        mock.patch.object(store_collectives.logger, "warning", warning),
-    ):
-        assert store_collectives.store_all_gather(group, "A test", "in time") == ["in time", "late"]
-    assert said == ["A test: still waiting for rank 1 after 0:00:00.001000."]

@@ -1,11 +1,8 @@
 """Hooks and states reject wrong arguments, naming the argument, its value and the expectation."""
 
-import copy
 import itertools
 import logging
-import pickle
 import re
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -119,16 +116,6 @@ def test_hooks_on_fsdp_raise_that_they_need_ddp(strategy):
 # --- copies
 
 
-@on_ranks(1)
-def test_copy_of_a_state_has_no_process_group():
-    # That of the model it is registered with; a group cannot be pickled.
-    state = PowerSGDState(dist.group.WORLD)
-    assert [copied.process_group for copied in (copy.deepcopy(state), pickle.loads(pickle.dumps(state)))] == [
-        None,
-        None,
-    ]
-
-
 def test_memory_that_is_declared_wrong_raises():
     with pytest.raises(ValueError, match=r"merge is 'average'; expected one of 'sum'"):
         Memory(merge="average")
@@ -155,19 +142,6 @@ def test_options_that_are_no_frozen_dataclass_raise(options):
 def test_hook_for_without_the_class_of_its_state_raises():
     with pytest.raises(TypeError, match=r"hook_for was given <function .*; expected the class of the state"):
         hook_for(lambda state, bucket: None)
-
-
-@dataclass(frozen=True)
-class Start:
-    """Options of a state."""
-
-    start_iter: int
-
-
-@pytest.mark.parametrize("start", [-1, 2.0, True, None])
-def test_start_iter_that_is_no_number_of_steps_raises(start):
-    with pytest.raises(ValueError, match=rf"start_iter is {start}; expected a whole number of steps, at least 0\."):
-        HookState("hook", None, Start(start))
 
 
 class OwnState(HookState):

@@ -147,21 +147,6 @@ def test_law4_fused_optimizer_matches_pytorch(view):
     assert_same_bits(*results)
 
 
-# PyTorch's ignores channels last, so hooks of gradwire never read its `gradients()`. Once PyTorch fixes it, this fails.
-@pytest.mark.parametrize(("wrapper", "expected"), [("gradwire", True), ("pytorch", False)])
-@on_ranks(2, 3)
-def test_bucket_gradients_have_parameter_layout_on_gradwires_ddp_only(wrapper, expected):
-    found = []
-
-    def hook(state, bucket):
-        for gradient, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True):
-            found.append(torch.equal(gradient, parameter.grad) and gradient.stride() == parameter.stride())
-        return torch_debugging.noop_hook(state, bucket)
-
-    train_steps(wrapped(wrapper, "conv", hook=(None, hook)), 2)
-    assert all(found) == expected
-
-
 def build_of_pytorch(with_nccl):
     """Lets PyTorch look like a build with or without CUDA and NCCL."""
     patches = ExitStack()

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradwire.comm import Task, torch_internals
+from gradwire.comm import Task
 from gradwire.comm.connections import executor_for
 from gradwire.comm.stream_executor import StreamExecutor
 from gradwire.hooks import powerSGD_hook
@@ -100,26 +100,6 @@ def test_sparse_gradients_raise_the_error_of_nccl(wrapper):
     with gpu_on_cpu():
         message = message_of(train, wrapper, SparseWords(), hook="allreduce", group=group)
     assert "NCCL does not support all_reduce with sparse tensors" in message
-
-
-def all_reduce(*tensors, op=dist.ReduceOp.SUM):
-    def call(group):
-        with dist.distributed_c10d._coalescing_manager(group, torch.device("cpu")):
-            for tensor in tensors:
-                dist.all_reduce(tensor, op, group=group)
-
-    def single(group):
-        dist.all_reduce(tensors[0], op, group=group)
-
-    return call if len(tensors) > 1 else single
-
-
-def all_to_all(received, sent):
-    return lambda group: torch_internals.all_to_all(received, sent, group, is_async=False)
-
-
-def all_gather(gathered, own):
-    return lambda group: torch_internals.all_gather(gathered, own, group, is_async=False)
 
 
 @pytest.mark.parametrize("pieces", [1, 3])

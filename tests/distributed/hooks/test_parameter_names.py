@@ -133,22 +133,12 @@ def ensemble():
     return [Part(trunk, linear()), Part(linear(), linear(), trunk)], trunk
 
 
-def averaged_copy():
-    model = Part(linear(), linear())
-    return [model], WRAPPERS["pytorch"](copy.deepcopy(model))
-
-
-def part_of_the_model():
-    inner = Part(linear(), linear())
-    return [inner], WRAPPERS["pytorch"](nn.ModuleList([linear(), inner]))
-
-
 def twins():
     layers = linear(), linear()  # in two models of the same parameters under other names
     return [Part(*layers), Part(nn.Sequential(*layers))], None
 
 
-SEVERAL = {models.__name__: models for models in (gan, ensemble, averaged_copy, part_of_the_model, twins)}
+SEVERAL = {models.__name__: models for models in (gan, ensemble, twins)}
 
 
 @pytest.mark.parametrize("models", SEVERAL)
@@ -177,17 +167,6 @@ def test_unregistered_state_does_not_take_names_of_another_live_model(kind, wrap
 
 
 # --- options by name
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@on_ranks(1)
-def test_ranks_and_stacks_by_name_apply_without_bind(wrapper):
-    _, state = trained(build("mlp"), wrapper, ranks={"*.weight": 0})
-    rate, before, after = state.compression_stats()
-    assert (rate, before) == (1, after)
-    _, state = trained(Part(linear(), linear()), wrapper, stacks={"layers.0.weight": 2})
-    shapes = {name: tuple(factor.shape) for name, factor in state.memory.tensors("q").items()}
-    assert shapes == {"layers.0.weight": (2, 1, 6), "layers.1.weight": (1, 1, 6)}
 
 
 # --- compiled models

@@ -1,13 +1,9 @@
 """`payload_bytes` of each algorithm, hook and collective, to the byte."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
 
-from gradwire.comm import GroupTransport, Workspace
-from gradwire.compress import Step, cast_all_reduce, sparse_all_reduce
 from gradwire.hooks.default_hooks import allreduce_hook, bf16_compress_hook, fp16_compress_hook
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
@@ -15,57 +11,6 @@ from tests.support.training import WRAPPERS, register, sent_bytes
 
 # Rank 2: 2 x 24 and 2 x 16 elements of factors, both multiples of 16, to which factors are padded.
 ROWS, COLUMNS, RANK, BIAS = 24, 16, 2, 7
-NUMEL = ROWS * COLUMNS + BIAS  # 391
-P, Q = RANK * ROWS, RANK * COLUMNS  # 48, 32
-
-
-class Done:
-    """A collective, and its future, that is over."""
-
-    def get_future(self):
-        return self
-
-    def then(self, _):
-        return self
-
-
-@pytest.fixture
-def transport():
-    """Of two ranks; nothing is sent."""
-    return GroupTransport(SimpleNamespace(size=lambda: 2, rank=lambda: 0, allreduce=lambda *_: Done()))
-
-
-def drive(transport, steps):
-    """Hand each collective of an algorithm to the transport; returns the bytes that it counts."""
-    before = transport.payload_bytes
-    for collective in steps.__await__():
-        transport.start(collective)
-    return transport.payload_bytes - before
-
-
-@pytest.mark.parametrize(
-    ("dtype", "wire", "expected"),
-    [
-        (torch.float32, torch.float32, 1564),
-        (torch.float32, torch.float16, 782),
-        (torch.float32, torch.bfloat16, 782),
-        (torch.float64, torch.float64, 3128),
-        (torch.complex64, torch.float32, 3128),
-        (torch.bfloat16, torch.bfloat16, 782),
-    ],
-    ids=str,
-)
-def test_payload_of_a_cast_is_its_elements_in_the_wire_dtype(transport, dtype, wire, expected):
-    tensors = [torch.ones(ROWS, COLUMNS, dtype=dtype), torch.ones(BIAS, dtype=dtype)]
-    step = Step.of(None, tensors, tensors, 0, transport, Workspace(torch.device("cpu")))
-    for _ in range(2):
-        assert drive(transport, cast_all_reduce(step, wire)) == expected
-    assert transport.payload_bytes == 2 * expected
-
-
-def test_payload_of_a_sparse_gradient_is_its_values_and_indices(transport):
-    gradient = torch.sparse_coo_tensor([[0, 5, 9]], torch.ones(3, 4), (10, 4), check_invariants=True).coalesce()
-    assert drive(transport, sparse_all_reduce(gradient, transport, 2)) == 3 * 4 * 4 + 3 * 8
 
 
 def low_rank(**options):

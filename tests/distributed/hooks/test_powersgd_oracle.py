@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.comm import LocalTransport, Workspace, run_algorithm
-from gradwire.compress import LowRankBucket, LowRankPolicy, Step, alternating_all_reduce, powersgd_all_reduce
+from gradwire.compress import LowRankBucket, LowRankPolicy, Step, powersgd_all_reduce
 from gradwire.hooks.powerSGD_hook import FACTOR_WIRES, PowerSGDState, powerSGD_hook
 from gradwire.kernels import WIRE_FORMATS
 from tests.support.bits import assert_same_bits, same_bits
@@ -64,22 +64,6 @@ def test_rank_changed_in_training_applies_from_next_step(world):
         assert same_bits(steps[11].errors["weights.0"], steps[9].errors["weights.0"])
 
 
-def test_stacked_parameter_is_compressed_like_its_parts(worlds):
-    # On two ranks, whose sums do not depend on the place in a message.
-    fused = noise(2, START + 6, [(48, 32)])
-    parts = [[list(tensor.chunk(3)) for (tensor,) in ranks] for ranks in fused]
-    q = {f"weights.{k}": random_q("weights.0", 32, 1, START, part=k).t()[None].contiguous() for k in range(3)}
-    load = {"iter": 0, "errors": {}, "q": q, "p": {}, "numel": [0, 0]}
-    together = worlds(2).run(run_steps, values=fused, options={"stacks": {"*.0": 3}}, remember=True)
-    apart = worlds(2).run(run_steps, values=parts, load=load, remember=True)
-    for one, three in zip(together, apart, strict=True):
-        for step, others in zip(one, three, strict=True):
-            assert_same_bits(list(step.gradients[0].chunk(3)), others.gradients)
-        names = [f"weights.{k}" for k in range(3)]
-        assert_same_bits(list(one[-1].errors["weights.0"].chunk(3)), [three[-1].errors[name] for name in names])
-        assert_same_bits(list(one[-1].q["weights.0"].split(1)), [three[-1].q[name] for name in names])
-
-
 def test_other_seed_draws_other_random_columns(world):
     values = {"world_size": world.size, "steps": START + 1, "shapes": [(12, 10)]}
     first, again, other = (world.run(run_steps, values=values, options={"random_seed": seed})[0] for seed in (3, 3, 4))
@@ -121,22 +105,6 @@ def test_error_memory_holds_what_quantization_of_the_factors_lost(wire):
     # Every element of P and of Q deviates by its precision at most, twice; the basis of P may turn by as much.
     bound = 2 * PRECISION[wire] * (4 * (40 + 70)) ** 0.5 * torch.linalg.matrix_norm(gradient, 2)
     assert 0.01 * bound < error.norm() <= bound
-
-
-@pytest.mark.parametrize("algorithm", [powersgd_all_reduce, alternating_all_reduce])
-def test_quantized_factors_do_not_depend_on_their_neighbors(algorithm):
-    gradients = [
-        low_rank_matrix(0, 40, 24),
-        torch.randn(5),
-        1e6 * low_rank_matrix(1, 17, 70),
-        low_rank_matrix(2, 33, 9),
-    ]
-    options = {"factor_wire": WIRE_FORMATS["int8"], "alternating": algorithm is alternating_all_reduce}
-    together, _ = averaged(gradients, 3, algorithm, names=list("abcd"), **options)
-    for name, gradient, result in zip("abcd", gradients, together, strict=True):
-        if gradient.dim() > 1:
-            alone, _ = averaged([gradient], 3, algorithm, names=[name], **options)
-            assert_same_bits(alone[0], result)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

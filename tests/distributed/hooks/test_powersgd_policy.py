@@ -51,14 +51,6 @@ def test_matrix_exactly_at_rate_is_not_compressed(n, m, rank, rate):
     assert larger == MatrixShape(1, n, m + 1, rank)
 
 
-@PROPERTY
-@given(shape=SHAPES, rank=st.integers(1, 40), rate=st.floats(-3, 1))
-def test_matrix_that_would_not_shrink_is_not_compressed(shape, rank, rate):
-    chosen = LowRankPolicy(rank=rank, min_compression_rate=rate).matrix_shape("weight", meta(*shape))
-    assert chosen == LowRankPolicy(rank=rank, min_compression_rate=1).matrix_shape("weight", meta(*shape))
-    assert chosen is None or (chosen.rows + chosen.columns) * chosen.rank < chosen.rows * chosen.columns
-
-
 def rows_as_sets(matrix):
     return {frozenset(row) for row in matrix.tolist()}
 
@@ -92,16 +84,6 @@ def test_matrix_in_memory_order_has_one_dimension_as_rows_or_columns(layout):
     if chosen is not None:
         matrix = memory_order(layout).view(chosen.rows, chosen.columns)
         assert rows_as_sets(expected) in (rows_as_sets(matrix), rows_as_sets(matrix.t()))
-
-
-@PROPERTY
-@given(layout=dense_layouts(), rank=st.integers(1, 5))
-def test_matrix_shape_fits_every_dense_layout_real_or_complex(layout, rank):
-    for dtype, pair in ((torch.float32, 1), (torch.complex64, 2)):
-        chosen = LowRankPolicy(rank=rank, min_compression_rate=1).matrix_shape("weight", layout.to(dtype))
-        if chosen is not None:
-            assert chosen.matrices * chosen.rows * chosen.columns == layout.numel() * pair
-            assert 1 <= chosen.rank == min(rank, chosen.rows, chosen.columns)
 
 
 LAYOUTS = {
@@ -179,12 +161,6 @@ def test_stack_is_matrices_along_first_dimension(stack):
         inner = part[0] if part.shape[0] == 1 else part
         expected = inner.reshape(inner.shape[0], -1)
         assert rows_as_sets(expected) in (rows_as_sets(matrix), rows_as_sets(matrix.t()))
-
-
-def test_stack_is_compressed_if_one_of_its_matrices_would_be():
-    # 96 x 4 would shrink at rank 1 and rate 2, to 100 of 384 elements; 4 x 4 would not, to 8 of 16.
-    assert LowRankPolicy().matrix_shape("w", meta(96, 4)) == MatrixShape(1, 96, 4, 1)
-    assert LowRankPolicy(stacks={"w": 24}).matrix_shape("w", meta(96, 4)) is None
 
 
 @pytest.mark.parametrize(

@@ -20,14 +20,12 @@ from tests.support.bits import assert_same_bits, assert_same_on_all_ranks, diffe
 from tests.support.features import wrap
 from tests.support.ranks import from_all_ranks, on_ranks
 from tests.support.training import (
-    SMALL,
     WRAPPERS,
     build,
     gradients,
     message_of,
     own_batches,
     register,
-    train,
     train_steps,
     wrapped,
 )
@@ -146,25 +144,10 @@ def test_sum_in_fp32_rounds_less_than_sum_in_16_bit(hook):
     assert 0 < errors[0] < errors[1]
 
 
-@wrappers
-@on_ranks(2)
-def test_cast_state_that_accumulates_on_the_wire_equals_a_process_group(wrapper):
-    states = (None, CastState())
-    plain, with_state = [
-        train(wrapper, "mlp", hook=(state, fp16_compress_hook), bucket_cap_mb=SMALL) for state in states
-    ]
-    assert_same_bits(with_state, plain)
-
-
 @pytest.mark.parametrize("value", ["fp16", None, torch.float32, 32])
 def test_cast_state_rejects_other_accumulators(value):
     with pytest.raises(ValueError, match="expected 'wire' or 'fp32'"):
         CastState(accumulate=value)
-
-
-def test_cast_state_rejects_objects_other_than_process_groups():
-    with pytest.raises(TypeError, match="process_group is 'x'"):
-        CastState("x")
 
 
 # --- random numbers

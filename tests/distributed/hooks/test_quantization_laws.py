@@ -1,14 +1,13 @@
 """`quantization_hook` against an oracle; law 1 with errors in bf16, other buckets, and buckets in one process."""
 
-import copy
 import re
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from gradwire.comm import LocalTransport, Workspace, run_algorithm
-from gradwire.compress import Quantization, QuantizedBucket, Step, WirePolicy, quantized_all_reduce
+from gradwire.comm import LocalTransport
+from gradwire.compress import Quantization, QuantizedBucket
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradwire.kernels import WIRE_FORMATS
 from tests.support.bits import assert_same_bits
@@ -155,39 +154,6 @@ def test_law4_result_depends_neither_on_the_ddp_nor_on_the_buckets(worlds, wire,
 
 
 # --- one process
-
-
-def local_step(bucket, gradients, results, iteration=0):
-    transport, workspace = LocalTransport(), Workspace(torch.device("cpu"))
-    algorithm = quantized_all_reduce(Step.of(bucket, gradients, results, iteration, transport, workspace))
-    run_algorithm(algorithm, transport)
-    return transport.payload_bytes
-
-
-@pytest.mark.parametrize("wire", WIRE_FORMATS)
-def test_payload_is_scales_codes_and_one_header(wire):
-    gradients = [torch.randn(96, 64), torch.randn(64)]
-    bucket = QuantizedBucket(gradients, WirePolicy(wire=wire).wire_formats(gradients), LocalTransport(), Quantization())
-    blocks, bias_bytes = 96, 64 * (4 if wire == "fp32" else 2)
-    expected = 16 + blocks * WIRE_FORMATS[wire].block_bytes(64) + bias_bytes
-    assert local_step(bucket, gradients, [torch.empty_like(each) for each in gradients]) == expected
-
-
-def test_new_bucket_continues_from_folded_errors():
-    gradients = [torch.randn(40, 50, generator=torch.Generator().manual_seed(0)), torch.ones(7)]
-    formats = WirePolicy(wire="int2").wire_formats(gradients)
-    first = QuantizedBucket(gradients, formats, LocalTransport(), Quantization(), names=["w", "b"])
-    results = [torch.empty_like(gradient) for gradient in gradients]
-    local_step(first, gradients, results)
-    folded = first.folded_errors()
-    for name, gradient, result in zip(["w", "b"], gradients, results, strict=True):
-        torch.testing.assert_close(folded[name] + result, gradient, rtol=0, atol=4e-7)
-    before = copy.deepcopy(folded)
-    second = QuantizedBucket(
-        gradients, formats, LocalTransport(), Quantization(), names=["w", "b"], memory={"errors": folded}
-    )
-    assert_same_bits(folded, before)
-    assert_same_bits(second.folded_errors(), before)
 
 
 @pytest.mark.parametrize("shape", [(5,), (8, 4), (32,), (2, 2, 8)], ids=str)

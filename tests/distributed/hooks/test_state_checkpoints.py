@@ -14,12 +14,12 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from gradwire.hooks import hook_state
-from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
+from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks, differences
 from tests.support.features import FEATURES, Parts
-from tests.support.powersgd_checkpoints import EARLY, U, save_and_load
+from tests.support.powersgd_checkpoints import U, save_and_load
 from tests.support.ranks import from_all_ranks, on_ranks
 from tests.support.states import FEEDBACK, START, STATES, Training, errors_of, make
 from tests.support.training import SMALLEST, WRAPPERS, build, message_of, own_batches, register, train_steps, wrapped
@@ -204,21 +204,6 @@ def own_memory(state):
     if isinstance(state, ScaledCastState):
         return state.state_dict()
     return {entry: copy.deepcopy(state.memory.tensors(entry)) for entry in state.memory.declared} | state._counts()
-
-
-@pytest.mark.parametrize(
-    ("hook", "new_state"),
-    [
-        (batched_powerSGD_hook, partial(PowerSGDState, **EARLY)),
-        (quantization_hook, partial(QuantizationState, start_iter=0)),
-    ],
-)
-@on_ranks(1)
-def test_state_without_error_feedback_saves_no_errors(hook, new_state):
-    state = new_state(None, use_error_feedback=False)
-    train_steps(wrapped(hook=(state, hook)))
-    saved = state.state_dict()
-    assert [saved[entry] for entry in state.memory.declared] == [{}] * len(state.memory.declared)
 
 
 # --- prepared copies

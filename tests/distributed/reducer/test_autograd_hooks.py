@@ -1,6 +1,5 @@
 """When buckets are launched: as soon as the last gradient is ready, in whatever order gradients come."""
 
-import sys
 import threading
 
 import pytest
@@ -10,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from gradwire.reducer.reducer import AutogradHooks, Phase
+from gradwire.reducer.reducer import Phase
 from tests.support.ranks import on_ranks
 from tests.support.training import WRAPPERS
 
@@ -110,54 +109,6 @@ def test_bucket_launches_match_pytorch(worlds):
         assert gradwire == pytorch
 
     launches_agree()
-
-
-def test_hooks_in_several_threads_lose_no_gradient():
-    """Threads call deferred hooks while another thread stops deferring them: every gradient is taken once."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        for _ in range(20):
-            parameters = [nn.Parameter(torch.ones(1)) for _ in range(64)]
-            seen = Watcher(parameters, expects_others=True)
-            seen.hooks.defer(bytes([0, *[1] * 63]))
-            threads = [threading.Thread(target=backward_of, args=(parameters[k::4],)) for k in range(4)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            assert sorted(seen.taken) == list(range(64))
-    finally:
-        sys.setswitchinterval(interval)
-
-
-def backward_of(parameters):
-    for parameter in parameters:
-        (parameter * 1).backward()
-
-
-class Watcher:
-    """Takes gradients as the reducer does: the one expected last makes it expect another, until all have come."""
-
-    def __init__(self, parameters, expects_others=False):
-        self.hooks = AutogradHooks(parameters, self.notify)
-        self.lock = threading.Lock()
-        self.taken, self.ready = [], bytearray(64)
-        self.calls = 0
-        self.expects_others = expects_others
-        self.expected_last = 0
-
-    def notify(self, _):
-        with self.lock:
-            self.calls += 1
-            while self.hooks.recorded:
-                taken = self.hooks.recorded[:]
-                del self.hooks.recorded[: len(taken)]
-                for index in taken:
-                    self.taken.append(index)
-                    self.ready[index] = 1
-                    if self.expects_others and index == self.expected_last:
-                        self.expected_last = self.hooks.expect_one(range(64), self.ready)
 
 
 class Doubles(nn.Module):

@@ -14,7 +14,7 @@ from gradwire.reducer.bucket import BucketSpec, DenseBucket
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
 from tests.support.features import UNDER_HOOKS, assert_parity, over, views, wrap, zero_grad
 from tests.support.ranks import from_all_ranks, on_ranks
-from tests.support.training import error_of, gradients, one_thread_group
+from tests.support.training import error_of, gradients
 from tests.support.zoo import Probe
 
 
@@ -67,52 +67,6 @@ def test_joined_rank_adds_zeros_under_a_hook(lengths, divide, hook, view):
     options = {"lengths": lengths, "divide": divide, "hook": hook, "view": view}
     joined, fed = (join_with_inputs("gradwire", joins=joins, **options)[0] for joins in (True, False))
     assert_same_bits(joined, fed)
-
-
-class Words(nn.Module):
-    """Two sparse gradients and a dense one; all are whole multiples of 12, so that means are exact."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Embedding(7, 4, sparse=True)
-        self.second = nn.EmbeddingBag(5, 3, sparse=True, mode="sum")
-        self.vector = nn.Parameter(torch.ones(6))
-
-    def forward(self, words):
-        bags = self.second(words.remainder(5).view(-1, 2))
-        return 12 * (self.first(words).sum() + 2 * bags.sum() + (self.vector * words).sum())
-
-
-def words_of(rank, step):
-    return torch.randint(7, (6,), generator=torch.Generator().manual_seed(10 * step + rank))
-
-
-def mean_over_live_ranks(lengths, step, divide):
-    live = [rank for rank in range(len(lengths)) if lengths[rank] > step]
-    module = Words()
-    sum(module(words_of(rank, step)) for rank in live).backward()
-    divisor = len(lengths) if divide else len(live)
-    return {name: gradient.to_dense() / divisor for name, gradient in gradients(module).items()}
-
-
-@over([*UNDER_HOOKS, ("none", False), ("none", True), ("int4", False)])
-@divisions
-@uneven
-@pytest.mark.parametrize("find_unused", [False, True], ids=["all-used", "find-unused"])
-@on_ranks(2, 3)
-def test_join_averages_sparse_gradients_over_ranks_with_inputs(find_unused, lengths, divide, hook, view):
-    lengths = lengths[: dist.get_world_size()]
-    rank = dist.get_rank()
-    group = {"process_group": one_thread_group()} if hook == "flat" else {}
-    ddp = wrap("gradwire", Words(), hook, view, find_unused_parameters=find_unused, **group)
-    with ddp.join(divide_by_initial_world_size=divide):
-        for step in range(lengths[rank]):
-            ddp.zero_grad()
-            ddp(words_of(rank, step)).backward()
-            found = gradients(ddp)
-            assert {name for name, gradient in found.items() if gradient.is_sparse} == {"first.weight", "second.weight"}
-            expected = mean_over_live_ranks(lengths, step, divide)
-            assert_same_bits({name: gradient.to_dense() for name, gradient in found.items()}, expected)
 
 
 def end_early(wrapper, lengths):

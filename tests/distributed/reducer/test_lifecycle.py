@@ -7,16 +7,14 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 import gradwire
-from gradwire.comm.connections import executor_for
 from gradwire.reducer import distributed
 from gradwire.reducer.logger import Logger
 from gradwire.reducer.reducer import Reducer
 from tests.support.bits import assert_same_bits
-from tests.support.ranks import from_all_ranks, on_ranks
+from tests.support.ranks import on_ranks
 from tests.support.training import (
     HOOKS,
     SMALL,
@@ -26,7 +24,6 @@ from tests.support.training import (
     gradients,
     own_batches,
     register,
-    train,
     train_steps,
     wrapped,
 )
@@ -77,34 +74,6 @@ def test_arguments_state_dict_and_logging_data_match_pytorch():
         lambda ddp: ddp._has_rebuilt_buckets,
     ):
         assert surface(ours) == surface(theirs)
-
-
-# A group that only some ranks belong to must not put the others out of step.
-@on_ranks(3)
-def test_subgroup_and_default_group_train_in_turns(tmp_path):
-    rank, size = dist.get_rank(), dist.get_world_size()
-    dist.destroy_process_group()
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=rank, world_size=size)
-    subgroup, records = dist.new_group([0, 1]), []
-    for group, members in ((subgroup, 2), (None, 3), (subgroup, 2), (None, 3)):
-        if rank < members:
-            records.append(train("gradwire", "mlp", hook="fp16", group=group, bucket_cap_mb=SMALL, steps=2))
-    *results, last = from_all_ranks(records)
-    assert len(last) == 2
-    for first, second, third, fourth in results:
-        assert_same_bits(third, first)
-        assert_same_bits(fourth, second)
-        assert_same_bits(last[1], fourth)
-
-
-@on_ranks(2, 3)
-def test_each_group_has_one_executor():
-    group = dist.new_group(list(range(dist.get_world_size())))
-    cpu = torch.device("cpu")
-    first, second, third = executor_for(None, cpu), executor_for(None, cpu), executor_for(group, cpu)
-    assert first is second is executor_for(dist.group.WORLD, cpu) is not third
-    assert first.transport.group is not dist.group.WORLD and third.transport.group is not group
-    assert first.transport.world_size == third.transport.world_size == dist.get_world_size()
 
 
 @pytest.mark.parametrize("hook", HOOKS)

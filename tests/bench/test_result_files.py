@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from gradwire.bench.record import RecordError, load, replacing
 from gradwire.cli.app import app
 
-RESULTS = sorted((Path(__file__).parents[1] / "bench" / "results").glob("*.jsonl"))
+RESULTS = sorted((Path(__file__).parents[2] / "bench" / "results").glob("*.jsonl"))
 SMALL = [path for path in RESULTS if path.stat().st_size < 60_000]
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),

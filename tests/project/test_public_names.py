@@ -21,7 +21,7 @@ from gradwire.hooks.powerSGD_hook import PowerSGDState
 from gradwire.hooks.quantization_hooks import QuantizationState
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 DOTTED = re.compile(r"`(gradwire(?:\.\w+)+)")
 
 
@@ -57,27 +57,6 @@ def test_dotted_names_in_docstrings_and_documentation_resolve():
     named = [(place, name) for place, text in docstrings() for name in DOTTED.findall(text)]
     assert len(named) > 5
     assert [(place, name) for place, name in named if not resolves(name)] == []
-
-
-def test_names_that_do_not_exist_do_not_resolve():
-    assert not resolves("gradwire.hooks.scaled_cast_hook")
-    assert not resolves("gradwire.hooks.scaled_cast_hooks.no_hook")
-
-
-# Each module is asked for in its own child of one interpreter, because a module may import others.
-ASK_FOR_EACH = """
-import os, gradwire
-for name in gradwire.hooks.__all__:
-    if os.fork() == 0:
-        print(getattr(gradwire.hooks, name).__name__, flush=True)
-        os._exit(0)
-    os.wait()
-"""
-
-
-def test_public_hook_modules_are_reachable_after_import_gradwire():
-    found = subprocess.run([sys.executable, "-c", ASK_FOR_EACH], capture_output=True, text=True, check=True)
-    assert found.stdout.split() == [f"gradwire.hooks.{name}" for name in gradwire.hooks.__all__]
 
 
 def test_hooks_list_the_public_modules():

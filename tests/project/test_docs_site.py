@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("mkdocs")
 
-SOURCE = Path(__file__).parents[1] / "docs" / "mkdocs_hooks.py"
+SOURCE = Path(__file__).parents[2] / "docs" / "mkdocs_hooks.py"
 URL = "https://example.org/gradwire"
 
 

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gradwire.bench import hooks, implementations, launch
-from gradwire.bench.hooks import measure_memory, measure_round, summarize
+from gradwire.bench import implementations
+from gradwire.bench.hooks import measure_round, summarize
 from gradwire.bench.implementations import GRADWIRE, GRADWIRE_ON_PYTORCH, PYTORCH
 from gradwire.bench.record import Metric
 from gradwire.bench.tables import find
@@ -71,23 +71,6 @@ def test_round_measures_every_side_of_every_hook(small_model):
         assert find(side, Metric.HOST_MS).p50 > 0
         assert find(side, Metric.LAUNCHES) is find(side, Metric.SYNCHRONIZATIONS) is None
         assert find(side, Metric.OWN_MS).p50 == pytest.approx(step.p50 - find(side, Metric.NOOP_STEP_MS).p50, abs=1e-3)
-
-
-def test_each_hook_world_size_and_memory_is_measured_in_its_own_processes(small_model, monkeypatch):
-    """The costs of each hook, with the world sizes asked for; then the peak of each implementation, on one rank."""
-    asked = []
-
-    def run(module, settings, ranks, device):
-        asked.append((settings.get("memory_of", settings.get("hook")), ranks))
-        return [len(asked)]
-
-    monkeypatch.setattr(launch, "run", run)
-    measured = hooks.measure(["fp16", "int8"], ranks=[1, 2], steps=3, threads=1)
-    costs = [(hook, ranks) for ranks in (1, 2) for hook in ("fp16", "int8")]
-    places = [(hook, name) for hook in ("noop", "fp16", "int8") for name in SIDES]
-    assert asked == [*costs, *(([hook, name], 1) for hook, name in places)]
-    assert measured.records == list(range(1, 14))
-    assert measure_memory("fp16", GRADWIRE, CPU)[0].p50 > 2**20
 
 
 def test_driver_calls_are_counted_by_name():

@@ -17,7 +17,7 @@ from gradwire.cli.bench import TABLES as BENCH_TABLES
 from tools import pages
 from tools.pages import PAGES, TABLES, PageError, fill, load_all
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 RESULTS = load_all(ROOT / "bench" / "results")
 
 

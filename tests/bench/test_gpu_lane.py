@@ -20,10 +20,10 @@ from gradwire.bench.gpu.hook_checks import CAPTURED, HOOKS
 from gradwire.hooks.quantization_hooks import QuantizationState
 from gradwire.kernels import WIRE_FORMATS
 from gradwire.planner import hook_registry
-from tests import gpu_lane_cases
+from tests.bench import gpu_lane_cases
 from tests.support.rehearsal import enter
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 REQUIREMENT = re.compile(r"[\w.-]+")
 
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from gradwire.bench import timing
-from gradwire.bench.timing import SPIN_CYCLES, DriverCalls, Timing, driver_calls, timed, timed_replays
-from tests.support.rehearsal import gpu_on_cpu
+from gradwire.bench.timing import SPIN_CYCLES, Timing, timed
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)
@@ -111,26 +110,3 @@ def test_cpu_is_timed_with_its_clock_alone(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", lambda **_: pytest.fail("a CPU has no events"))
     assert timed(lambda: calls.append(1), CPU) == Timing(0.25)
     assert calls == [1]
-
-
-def test_replay_is_captured_once_after_a_warm_up_on_its_stream():
-    calls = []
-    with gpu_on_cpu():
-        measured = timed_replays(lambda: calls.append(1), CPU, 3)
-    assert calls == [1, 1]
-    assert [timing.includes_host for timing in measured] == [False] * 3
-
-
-def test_driver_calls_exclude_those_of_the_profiler(monkeypatch):
-    def call(name):
-        with torch.profiler.record_function(name):
-            pass
-
-    def work():
-        call("cudaLaunchKernel")
-        call("cudaDeviceSynchronize")
-        call("cudaMemcpyAsync")
-
-    monkeypatch.setattr(timing, "has_events", lambda _: True)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: call("cudaDeviceSynchronize"))
-    assert driver_calls(work, CPU) == DriverCalls(launches=2, synchronizations=1)

@@ -1,6 +1,6 @@
 """`matrix.py`: its rows replace those with the same versions in docs/compatibility.md."""
 
-from tests.matrix import CPU_TESTS, HEADER, KERNEL_TESTS, PAGE, ROOT, TABLE, table_with
+from tests.project.matrix import CPU_TESTS, HEADER, KERNEL_TESTS, PAGE, ROOT, TABLE, table_with
 
 OLD = "| 3.11.7 | 2.11.0 | 3.6.0 | 554 passed, 1 failed | 352 passed | 2026-11-22 |"
 NEW = "| 3.11.7 | 2.11.0 | 3.6.0 | 555 passed | 352 passed | 2026-11-23 |"

@@ -18,7 +18,7 @@ from gradwire.comm.torch_internals import TESTED_TORCH
 from gradwire.kernels.dispatch import is_interpreted
 from gradwire.planner.hook_registry import HOOKS
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture

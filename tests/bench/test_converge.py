@@ -6,7 +6,7 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from gradwire.bench import namespaces
-from gradwire.bench.converge import DEFAULT_HOOKS, Trial, compressed_step_ms, implementations_of, to_target
+from gradwire.bench.converge import Trial, compressed_step_ms, to_target
 from gradwire.bench.implementations import GRADWIRE, PYTORCH
 from gradwire.bench.record import Measured, Metric, Record, load, records_of
 from gradwire.bench.tasks import TASKS, Digits
@@ -39,12 +39,6 @@ def records(facts):
     settings = {"task": "A task", "parameters": 1234, "score": Metric.ACCURACY, "target": 97.5, "rises": True}
     settings |= {"rate": "100mbit", "hosts": 2, "plain_steps": 10}
     return Measured(settings, [*NONE, *FP16, *POWERSGD]).with_provenance(facts)
-
-
-def test_pytorch_trains_with_hooks_of_its_own_only():
-    both = {hook for hook in DEFAULT_HOOKS if implementations_of(hook) == [PYTORCH, GRADWIRE]}
-    assert both == {"none", "fp16", "powersgd-r4", "powersgd-r16", "powersgd-r4-no-feedback"}
-    assert all(implementations_of(hook) == [GRADWIRE] for hook in set(DEFAULT_HOOKS) - both)
 
 
 def test_target_that_one_seed_missed_counts_as_missed():

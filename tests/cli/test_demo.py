@@ -14,8 +14,7 @@ from typer.testing import CliRunner
 
 from gradwire.bench import demo as demo_bench
 from gradwire.bench import namespaces, plots
-from gradwire.bench.implementations import GRADWIRE
-from gradwire.bench.record import Measured, Metric, Record, load
+from gradwire.bench.record import Metric, load
 from gradwire.bench.tasks import Digits
 from gradwire.cli import app
 from tests.support.stopped import HANG_LIMIT, STOPS, stopped
@@ -131,13 +130,6 @@ def test_demo_without_root_explains_loopback_and_its_limits(tmp_path, monkeypatc
     assert "hooks that send less train faster" in text
 
 
-def test_verdict_names_the_fastest_hook(made_up):
-    assert demo_bench.verdict(made_up("none", "fp16", rate="100mbit")) == (
-        "Over 100 Mb/s, fp16 trains in 5.0 s, no hook in 10.0 s: 2.0 times as fast."
-    )
-    assert demo_bench.verdict(made_up("fp16", rate="100mbit")) == ""
-
-
 def assert_is_png(path: Path) -> None:
     data = path.read_bytes()
     assert data.startswith(b"\x89PNG\r\n\x1a\n")
@@ -155,27 +147,3 @@ def test_stopped_demo_leaves_no_process_and_no_file(tmp_path, stop):
     assert list((tmp_path / "out").iterdir()) == []
     if stop != signal.SIGKILL:
         assert list(tmp_path.glob("gradwire-*")) == []
-
-
-@pytest.fixture
-def made_up(facts):
-    """Results of a demo that did not run."""
-
-    def results_of(*hooks: str, backend: str = "gloo", rate: str = "loopback") -> list[Record]:
-        records = []
-        for index, hook in enumerate(hooks):
-            sent = 4e6 / 2**index
-            metrics = {
-                Metric.TRAINING_LOSS: {"p50": 0.125, "series": [1.0, 0.5, 0.25, 0.125]},
-                Metric.ACCURACY: {"p50": 75.0},
-                Metric.SENT_PER_STEP: {"p50": sent, "series": [sent * (step + 1) for step in range(4)]},
-                Metric.STEP_MS: {"p20": 9.0, "p50": 10.0 + index, "p80": 12.0},
-                Metric.TRAINING_S: {"p50": 10 / 2**index},
-            }
-            of = {"bench": "demo", "case": {"hook": hook}, "implementation": GRADWIRE, "ranks": 2}
-            records += [Record(**of, metric=metric, **numbers) for metric, numbers in metrics.items()]
-        settings = {"processes": 2, "epochs": 1, "parameters": 1_000_000, "test_images": 4, "plain_steps": 10}
-        settings["rate"] = rate
-        return Measured(settings, records).with_provenance(facts | {"backend": backend})
-
-    return results_of

@@ -23,7 +23,7 @@ from gradwire.planner.hook_registry import HOOKS
 from tests.support import rehearsal
 from tests.support.rehearsal import gpu_on_cpu
 
-KEPT = Path(__file__).parents[1] / "bench" / "results" / "network.jsonl"
+KEPT = Path(__file__).parents[2] / "bench" / "results" / "network.jsonl"
 
 
 def timed(hook, name, ms, one_bucket=False, sent=None):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gradwire.bench import implementations
-from gradwire.bench.gpu import report, sanitizer, timings
+from gradwire.bench.gpu import sanitizer, timings
 from gradwire.bench.gpu.timings import (
     CAPTURED,
     GRAPHS,
@@ -112,23 +112,6 @@ def test_hook_bytes_equal_the_bytes_of_its_kernels():
     assert hook_bytes("int4", shapes) == pytest.approx(20_050 * (12 + 8 + 4 + 16) + 4 * (20_000 * int4 + 50 * bf16))
     factors = 4 * 100 * (4 + 4) + 4 * 200 * (4 + 4 + 4)
     assert hook_bytes("powersgd-r4", shapes) == 20_000 * 28 + factors + 50 * 16
-
-
-def test_table_divides_bytes_by_the_bandwidth_of_a_copy():
-    rows = [
-        {"implementation": GRADWIRE, "device_ms": {"p50": 3.0}, "host_ms": {"p50": 0.5}, "nbytes": 4e6, "launches": 7},
-        {"implementation": PYTORCH, "device_ms": {"p50": 9.0}, "host_ms": {"p50": 8.0}, "includes_host": True},
-    ]
-    measured = {"copy": [{"implementation": "copy_", "gb_per_s": 2.0}], "a hook": rows}
-    first, header, ours, theirs, *notes = report.tables(measured)
-    assert first == "copy: 2.0 GB/s, read and written"
-    assert header.split("  ")[0] == "case"
-    assert "graph ms" not in header and "step ms" not in header, "no row has one"
-    assert ours.split() == ["a", "hook", GRADWIRE, "3.000", "0.500", "2.000", "1.50x", "7"]
-    assert theirs.split() == ["a", "hook", PYTORCH, "9.000*", "8.000"]
-    assert notes == list(report.NOTES)
-    assert "2.000" not in report.tables({"a hook": rows})[1], "without a copy there is no floor"
-    assert report.tables({}) == []
 
 
 def executable(folder, name="compute-sanitizer"):

@@ -1,4 +1,4 @@
-"""Focused tests with several versions of Python and PyTorch: ``python tests/matrix.py 3.11=2.11.0 3.12=2.13.0``.
+"""Tests with several versions of Python and PyTorch: ``python tests/project/matrix.py 3.11=2.11.0 3.12=2.13.0``.
 
 Each pair gets a virtual environment in build/matrix, with the interpreter ``pythonX.Y`` of PATH. The default build of
 PyTorch is installed, which on Linux is the one for CUDA: 5 GB each. It runs on CPUs too. The outcomes replace the table
@@ -13,7 +13,7 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "compatibility.md"
 TABLE = re.compile(r"(?<=<!-- begin tested -->\n).*?(?=<!-- end tested -->)", re.DOTALL)
 HEADER = """\
@@ -23,7 +23,7 @@ HEADER = """\
 TOOLS = ("hypothesis>=6.100", "pytest>=8.3", "pytest-timeout>=2.3", "pytest-xdist>=3.6")
 # Imports and doctor, the laws, parity with PyTorch, the hooks, FSDP2.
 CPU_TESTS = (
-    "tests/test_doctor.py",
+    "tests/cli/test_doctor.py",
     "tests/distributed/hooks/test_laws.py",
     "tests/distributed/reducer/test_parity_with_pytorch.py",
     "tests/distributed/hooks/test_hooks.py",

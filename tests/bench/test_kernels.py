@@ -86,13 +86,6 @@ def test_one_slow_round_changes_no_bandwidth(monkeypatch):
     assert find(records, Metric.VS_GRADWIRE, "other").p50 == 2.0
 
 
-def test_bandwidth_of_a_copy_is_a_median_without_the_first_of_each_pair(monkeypatch):
-    """A copy of 1000 fp32 elements reads and writes 8000 bytes."""
-    seconds = iter([1.0] * 4 + [0.5] * 7 + [1e-6] * 9)
-    monkeypatch.setattr(kernel_cases, "timed", lambda *_: Timing(next(seconds)))
-    assert kernel_cases.copy_bandwidth(CPU, 1000) == pytest.approx(8.0)
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_case_passes_its_check_and_every_implementation_runs(name):
     torch.manual_seed(0)
