@@ -18,6 +18,7 @@ from torch.futures import Future
 
 from gradwire.comm import Algorithm, Connections, Task, Transport, Workspace
 from gradwire.compress import Gradients, Step, sparse_all_reduce
+from gradwire.compress.memory import BucketMemory
 from gradwire.hooks.telemetry import Telemetry
 from gradwire.kernels import SegmentTable, as_real, gradient_layout, is_capturing, layout_in_dtype
 
@@ -178,7 +179,7 @@ def reduce_bucket(
         bucket: the bucket. A sparse gradient is averaged without the algorithm, by ``divisor`` or the world size.
         algorithm: an ``async`` function that awaits its collectives.
         name: name of the hook, for profiler ranges.
-        memory, iteration, names: of the `Step`. On PyTorch's DDP, `Step.gradients` needs ``memory.layout``.
+        memory, iteration, names: of the `Step`. On PyTorch's DDP, `Step.gradients` needs a `BucketMemory`.
         telemetry: that of the hook's state.
     """
     device, position, is_final = bucket.device, bucket.position, bucket.is_final
@@ -189,7 +190,9 @@ def reduce_bucket(
     if bucket.is_sparse:
         result = bucket.buffer()
     else:
-        work = bucket.work(_tables_of.setdefault(transport, {}), getattr(memory, "layout", None))
+        work = bucket.work(
+            _tables_of.setdefault(transport, {}), memory.layout if isinstance(memory, BucketMemory) else None
+        )
         result = work.result
     # Not in the task: `sample` calls the user's report, which must run in the training thread.
     sample = telemetry.sample(position) if telemetry is not None and not is_capturing(device) else None
