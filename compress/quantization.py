@@ -31,6 +31,7 @@ from torch import Tensor
 from gradwire.comm.store_collectives import out_of_step
 from gradwire.comm.transport import Transport
 from gradwire.compress._validation import check_memory_shape
+from gradwire.compress.memory import BucketMemory
 from gradwire.compress.step import Step
 from gradwire.kernels import (
     HEADER_BYTES,
@@ -328,11 +329,11 @@ class QuantizedFactors(QuantizedMessage):
         super().__init__(self.tensors, formats, transport, options)
 
 
-class QuantizedBucket(QuantizedMessage):
+class QuantizedBucket(QuantizedMessage, BucketMemory):
     """One bucket: where its gradients lie in a message, and the error memories.
 
     It serves every step until its parameters, their dtype, the ranks or the options change; the next bucket of these
-    parameters starts from its `folded_errors`.
+    parameters starts from its `folded` errors.
 
     Args:
         layouts: real dense tensors with the shapes, strides, dtype and device of the gradients, or the gradients.
@@ -363,13 +364,13 @@ class QuantizedBucket(QuantizedMessage):
     ) -> None:
         names = names if names is not None else [str(i) for i in range(len(layouts))]
         super().__init__(layouts, formats, transport, options, names, iteration)
-        self.layout = SegmentTable(layouts)
-        self.memory: dict[str, dict[str, Tensor]] = {"errors": {}}
+        errors: dict[str, Tensor] = {}
         if options.error_dtype is not None:
             self.errors = torch.zeros(sum(self._sizes), dtype=options.error_dtype, device=layouts[0].device)
-            self.memory["errors"] = self._by_name(self.errors, names)
+            errors = self._by_name(self.errors, names)
             for name, error in earlier_errors(memory, names, layouts).items():
-                self.memory["errors"][name].copy_(error)
+                errors[name].copy_(error)
+        BucketMemory.__init__(self, SegmentTable(layouts), {"errors": errors})
         self._names = names
 
     @property
@@ -387,14 +388,14 @@ class QuantizedBucket(QuantizedMessage):
             section.table.segments.packed([source[i] for i in members])
             section.table.segments.packed_results([target[i] for i in members])
 
-    def folded_errors(self) -> dict[str, Tensor]:
-        """This rank's errors of both shots, by parameter name: copies, in the gradients' shapes and fp32.
+    def folded(self) -> dict[str, dict[str, Tensor]]:
+        """This rank's "errors" of both shots, by parameter name: copies, in the gradients' shapes and fp32.
 
         Summed over the ranks, they are what earlier steps have not applied yet. So a bucket with other cells, or on
         other ranks, that starts from them loses nothing.
         """
         if self.errors is None:
-            return {}
+            return {"errors": {}}
         sections = self.message_layout.sections
         parts = self.errors.to(torch.float32, copy=True).split(self._sizes)
         for section, errors, shard_values in zip(sections, parts, parts[len(sections) :], strict=False):
@@ -402,7 +403,7 @@ class QuantizedBucket(QuantizedMessage):
             for piece, cell in enumerate(shard_values.split(section.blocks_per_cell * block_size)):
                 first, last = section.cell_blocks(piece * self.message_layout.world_size + self._rank)
                 errors[first * block_size : last * block_size] += cell[: (last - first) * block_size]
-        return self._by_name(torch.cat(parts[: len(sections)]), self._names)
+        return {"errors": self._by_name(torch.cat(parts[: len(sections)]), self._names)}
 
     def _by_name(self, errors: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
         """Views of the errors of the first shot, which begin the flat ``errors``, like the gradients, by name."""

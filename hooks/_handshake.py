@@ -35,11 +35,8 @@ from gradwire.comm.store_collectives import (
     store_all_gather,
 )
 from gradwire.comm.torch_internals import default_group, is_initialized_group
-from gradwire.hooks._bucket import (
-    Bucket,
-    is_gradwire_hook,
-    registered_wrappers,
-)
+from gradwire.hooks._bucket import Bucket, is_gradwire_hook
+from gradwire.hooks._names import registered_wrappers
 
 # Longest wait for the other ranks in a later handshake, or half of the process group's timeout if that is less: a
 # rank that does not join already waits in a collective, and must get the reason before its timeout. In the first
@@ -70,9 +67,6 @@ class Settings(Protocol):
     def _replicated(self) -> dict[str, object]:
         """Further values to compare."""
 
-    def _parameter_names(self, bucket: Bucket) -> Sequence[str]:
-        """Names of the bucket's parameters."""
-
     def _apply_settings(self, settings: dict[str, object]) -> None:
         """Apply settings that all ranks have agreed on."""
 
@@ -95,10 +89,12 @@ class Handshake:
             for agreement in agreements.values():
                 agreement.settings = None
 
-    def agree(self, state: Settings, bucket: Bucket, process_group: dist.ProcessGroup | None) -> Connections:
+    def agree(
+        self, state: Settings, bucket: Bucket, process_group: dist.ProcessGroup | None, names: Sequence[str] = ()
+    ) -> Connections:
         """Compare the settings of ``state`` with the other ranks, once per model; returns the connections to them.
 
-        Every hook calls it first.
+        Every hook calls it first. ``names``: parameter names of the bucket, if the hook needs them.
 
         Without ``process_group``, that is the DistributedDataParallel's. PyTorch's does not name it: there it is the
         default group, which must have the same ranks. On gradwire's, a group of the same ranks is replaced by the
@@ -124,7 +120,6 @@ class Handshake:
         again = bucket.first in agreement.parameters
         if again and agreement.settings == settings:
             return connections
-        names = state._parameter_names(bucket)
         parameters = bucket.model_parameters
         if parameters is None:
             parameters = _parameters_in_pytorchs_ddp(bucket, group, process_group is None)

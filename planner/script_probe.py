@@ -10,7 +10,8 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from gradwire.comm.torch_internals import queue_callback
-from gradwire.hooks._bucket import GradBucket, parameter_names
+from gradwire.hooks._bucket import GradBucket
+from gradwire.hooks._names import parameter_names
 from gradwire.hooks.telemetry import Mark
 from gradwire.planner.clock import synchronize
 from gradwire.planner.compute_probe import MAX_STEPS, WARM_UP, Buckets, spec_of, spread_of

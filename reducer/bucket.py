@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gradwire.compress import Gradients
 from gradwire.hooks import _bucket as hooks
+from gradwire.hooks._names import plain_name
 from gradwire.kernels import SegmentTable, gradient_layout
 from gradwire.reducer import errors, torch_internals
 
@@ -45,7 +46,7 @@ class BucketBase(hooks.Bucket):
         # For hooks; the reducer sets the others in each launch.
         self.position, self.is_final, self.first = spec.index, spec.is_last, spec.parameters[0]
         self.device, self.dtype = spec.parameters[0].device, spec.parameters[0].dtype.to_real()
-        self.names = tuple(map(hooks.plain_name, spec.names))
+        self.names = tuple(map(plain_name, spec.names))
         self.model_parameters = spec.model_parameters
         self.divisor = 1  # of a sum over ranks: the world size, or in `join` the number of ranks with inputs left
         self.stand_ins: list[int] = []  # positions of the parameters without a gradient on this rank in this backward

@@ -18,7 +18,7 @@ from torch.profiler import record_function
 
 from gradwire.comm import GroupTransport
 from gradwire.comm.store_collectives import out_of_step
-from gradwire.hooks._bucket import live_wrappers
+from gradwire.hooks._names import live_wrappers
 from gradwire.kernels import upload
 from gradwire.reducer import errors, torch_internals
 

@@ -11,7 +11,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import gradwire
-from gradwire.hooks._bucket import plain_name
+from gradwire.hooks._names import plain_name
 from gradwire.hooks.default_hooks import bf16_compress_hook
 from gradwire.hooks.powerSGD_hook import PowerSGDState
 from gradwire.hooks.quantization_hooks import QuantizationState
