@@ -57,6 +57,14 @@ def check_count(entry: str, value: object) -> None:
     check_whole_number(entry, value, "a whole number from 0 to 2**62", 0, MAX_COUNT)
 
 
+def check_counts(entry: str, value: object, length: int) -> None:
+    """Raise ValueError unless ``value`` is a list of ``length`` counts."""
+    if not isinstance(value, list) or len(value) != length:
+        raise wrong(entry, value, f"a list of {length} whole numbers")
+    for i, count in enumerate(value):
+        check_count(f"{entry}[{i}]", count)
+
+
 def check_number(name: str, value: object, expected: str, lowest: float = -math.inf) -> None:
     """Raise ValueError unless ``value`` is a finite int or float of at least ``lowest``."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)

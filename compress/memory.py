@@ -49,20 +49,43 @@ class Memory:
 
 
 class BucketMemory:
-    """The declared memory of a bucket's parameters: ``bucket["errors"]`` is a list of tensors, one per parameter.
+    """The memory of a bucket, kept from step to step: ``bucket["errors"]`` is a list, with one tensor per parameter.
+
+    Subclasses are buckets of one algorithm, which may hold their errors in another form than by parameter name.
 
     Attributes:
-        layout: layout of the gradients in a flat buffer.
-        memory: the same tensors, by entry and parameter name.
+        layout: position of each gradient in a flat buffer of the bucket.
+        memory: tensors by entry and parameter name. Updated in place.
+        errors: all errors of the bucket, if one tensor holds them; those in ``memory`` are views of it.
+        inherited: errors by parameter name that the next step takes over, and then sets to None.
+        can_replay: whether the launches of a step can be repeated in later steps, after `refresh`.
     """
 
-    def __init__(self, layout: SegmentTable, memory: MemoryByName) -> None:
+    can_replay: bool = False
+
+    errors: Tensor | None = None
+    inherited: dict[str, Tensor] | None = None
+
+    def __init__(self, layout: SegmentTable, memory: dict[str, dict[str, Tensor]]) -> None:
         self.layout = layout
         self.memory = memory
-        self._lists = {entry: list(tensors.values()) for entry, tensors in memory.items()}
 
     def __getitem__(self, entry: str) -> list[Tensor]:
-        return self._lists[entry]
+        return list(self.memory[entry].values())
+
+    def folded(self) -> MemoryByName:
+        """The memory that the next bucket of these parameters starts from, on any ranks: ``memory``, or copies."""
+        return self.memory
+
+    def refresh(self, source: Sequence[Tensor], target: Sequence[Tensor], iteration: int) -> None:
+        """Replace the numbers that a step reads from device memory: addresses of its tensors, the number of the step.
+
+        Then the launches of an earlier step can be repeated, if both are in place or both are not.
+        """
+
+    def take_back(self, name: str, error: Tensor) -> bool:
+        """Add to the errors of a parameter; False if they are in ``memory``, or there are none."""
+        return False
 
 
 def error_like(error: Tensor | None, layout: Tensor, dtype: torch.dtype, name: str) -> Tensor:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from gradwire.comm.transport import Transport
+from gradwire.compress.memory import BucketMemory
 from gradwire.compress.quantization import (
     Quantization,
     QuantizedBucket,
@@ -81,7 +82,7 @@ async def quantized_all_reduce_on_nodes(step: Step) -> None:
     bucket.inherited = None
 
 
-class NodeBucket:
+class NodeBucket(BucketMemory):
     """One bucket on nodes of several ranks: its shards, and the error memory of this rank's shard.
 
     Every section of the bucket, the gradients of one wire format, is cut into G equal numbers of blocks. The arguments
@@ -95,13 +96,9 @@ class NodeBucket:
         inside: position of each block of the gradients in the message inside the node: a cell for each shard.
         message_layout: position of each block in the codes of all shards.
         shard: this rank's shard, one tensor for each section.
-        memory: always empty; here because `HookState` reads it.
-        can_capture: False: its steps are not captured in CUDA graphs.
-        inherited: errors by parameter name that the next step hands over to the ranks in whose shards they lie; then
-            None.
+        memory: empty: errors are in the shard.
+        inherited: errors by parameter name that the next step hands over to the ranks in whose shards they lie.
     """
-
-    can_capture = False
 
     def __init__(
         self,
@@ -118,7 +115,7 @@ class NodeBucket:
         n_local, device = options.local_size, layouts[0].device
         self.within, self.between = transport.within_node(n_local), transport.between_nodes(n_local)
         n_nodes = self.between.world_size
-        self.layout = SegmentTable(layouts)
+        super().__init__(SegmentTable(layouts), {"errors": {}})
         self.members, groups = sections_by_format(layouts, formats, names, options)
         pieces = self.between.pieces(n_nodes * MessageLayout(groups, n_nodes, n_local).cell_bytes)
         self.message_layout = MessageLayout(groups, n_nodes, n_local * pieces)
@@ -132,16 +129,9 @@ class NodeBucket:
             shards, shard_formats, self.between, options, names=shard_names, iteration=iteration
         )
         assert self.shard.message_layout.cell_bytes == self.message_layout.cell_bytes
-        self.names = names
-        self.memory: dict[str, dict[str, Tensor]] = {"errors": {}}
-        self.inherited: dict[str, Tensor] | None = None
-        if options.error_dtype is not None:
+        self.names, self.errors = names, self.shard.errors
+        if self.errors is not None:
             self.inherited = earlier_errors(memory, names, layouts)
-
-    @property
-    def errors(self) -> Tensor | None:
-        """The error memories of this rank's shard; see `QuantizedBucket`."""
-        return self.shard.errors
 
     @cached_property
     def wires(self) -> list[tuple[int, torch.dtype]]:
@@ -170,33 +160,30 @@ class NodeBucket:
         assert self.shard.errors is not None
         self.shard.errors.zero_()[: received.shape[1]].copy_(received.sum(0))
 
-    def folded_errors(self) -> dict[str, Tensor]:
-        """This rank's errors by parameter name: copies, in the gradients' shapes and fp32, 0 outside of its shard.
+    def folded(self) -> dict[str, dict[str, Tensor]]:
+        """This rank's "errors" by parameter name: copies, in the gradients' shapes and fp32, 0 outside of its shard.
 
         Summed over the ranks, they are what earlier steps have not applied yet.
         """
         if self.inherited is not None:
-            return {name: error.to(torch.float32, copy=True) for name, error in self.inherited.items()}
-        if self.shard.errors is None:
-            return {}
+            return {"errors": {name: each.to(torch.float32, copy=True) for name, each in self.inherited.items()}}
+        if self.errors is None:
+            return {"errors": {}}
         found: dict[str, Tensor] = {}
         for members, section, shard in zip(
-            self.members, self.inside.sections, self.shard.folded_errors().values(), strict=True
+            self.members, self.inside.sections, self.shard.folded()["errors"].values(), strict=True
         ):
             start, stop = self.used(section)
             flat = torch.zeros(section.table.numel, device=shard.device)
             flat[start:stop] = shard[: stop - start]
             found |= {self.names[i]: view for i, view in zip(members, section.table.error_views(flat), strict=True)}
-        return found
+        return {"errors": found}
 
     def take_back(self, name: str, error: Tensor) -> bool:
-        """Add to this rank's errors of a parameter; the next step hands over all errors of the bucket anew.
-
-        False without error memory.
-        """
-        if self.shard.errors is None:
+        """Add to this rank's errors of a parameter; the next step hands over all errors of the bucket anew."""
+        if self.errors is None:
             return False
         if self.inherited is None:
-            self.inherited = self.folded_errors()
+            self.inherited = self.folded()["errors"]
         self.inherited[name] = self.inherited[name] + error if name in self.inherited else error.clone()
         return True

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from gradwire.comm.executor import Workspace
 from gradwire.comm.transport import Transport
-from gradwire.compress.memory import MemoryByName, error_like
+from gradwire.compress.memory import BucketMemory, MemoryByName, error_like
 from gradwire.compress.policy import MatrixShape
 from gradwire.compress.quantization import QuantizedFactors, QuantizedStep, two_shot_all_reduce
 from gradwire.compress.step import Step
@@ -162,7 +162,7 @@ class LowRankStep(NamedTuple):
     basis: Tensor  # factors with orthonormal columns, in the dtype of the arithmetic
 
 
-class LowRankBucket:
+class LowRankBucket(BucketMemory):
     """One bucket: matrices that are compressed, other gradients that are not, and the memory of the matrices.
 
     It serves every step until its parameters, their dtype or the options change; the next bucket of these parameters
@@ -228,7 +228,7 @@ class LowRankBucket:
         self._factor_wire = factor_wire
         self._factor_dtype = factor_dtype or (torch.bfloat16 if dtype == torch.float16 else dtype)
         self._quantized: dict[FactorLayout, QuantizedFactors] = {}  # by side, from its first step on
-        self.layout = SegmentTable(layouts)
+        super().__init__(SegmentTable(layouts), {"errors": {}, "q": {}, "p": {}})
         matrices = [
             Matrix(shape.rows, shape.columns, shape.rank, random_key(seed, f"{names[i]}/{k}"))
             for i, shape in compressed.items()
@@ -241,7 +241,6 @@ class LowRankBucket:
         self._counted = iteration  # value of ``counter`` after the latest step
 
         by_name = {names[i]: layouts[i] for i in compressed}
-        self.memory: dict[str, dict[str, Tensor]] = {"errors": {}, "q": {}, "p": {}}
         self._errors: list[Tensor] | None = None
         if error_feedback:
             errors = earlier.get("errors", {})
@@ -350,15 +349,12 @@ class LowRankBucket:
         return self.counter if is_capturing(self.counter.device) else self.counter.fill_(iteration)
 
     @property
-    def can_capture(self) -> bool:
-        """Whether a CUDA graph of a step can serve later steps, after a `refresh`."""
+    def can_replay(self) -> bool:  # type: ignore[override]
+        """Whether kernels read addresses and the number of the step on the device; see `BucketMemory`."""
         return self.table.can_use_triton()
 
     def refresh(self, source: Sequence[Tensor], target: Sequence[Tensor], iteration: int) -> None:
-        """Upload the numbers that a step reads from device memory: ``counter``, addresses of gradients and results.
-
-        Then a CUDA graph of an earlier step can be replayed, if both steps are in place or both are not.
-        """
+        """Replace ``counter`` and the addresses of gradients and results; see `BucketMemory.refresh`."""
         if iteration != self._counted:
             self.counter.fill_(iteration)
         self._counted = iteration + 1

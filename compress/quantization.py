@@ -31,9 +31,9 @@ from torch import Tensor
 from gradwire.comm.store_collectives import out_of_step
 from gradwire.comm.transport import Transport
 from gradwire.compress._validation import check_memory_shape
+from gradwire.compress.memory import BucketMemory
 from gradwire.compress.step import Step
 from gradwire.kernels import (
-    HEADER_BYTES,
     WIRE_FORMATS,
     BlockTable,
     FactorLayout,
@@ -142,8 +142,10 @@ class QuantizedStep(NamedTuple):
     def quantize(self, scale: float, transport: Transport) -> None:
         """Write ``scale`` times the sources into ``message``, quantized."""
         kernels, message = self.kernels, self.message
+        cleared: Tensor | None = self.result
         for section, source, _, errors, pending, _, _ in self.sections:
-            kernels.quantize(source, section, message, scale, errors, pending, self.first_rounding)
+            kernels.quantize(source, section, message, scale, errors, pending, self.first_rounding, cleared)
+            cleared = None  # no non-finite sum so far
         if message.device.type == "cpu":
             message.view(torch.int32)[..., 1] = transport.n_passes  # in the headers of all cells
 
@@ -268,7 +270,7 @@ class QuantizedMessage:
     def set_counter(self, iteration: int) -> None:
         """Set ``counter`` to the number of the step, if random numbers need it.
 
-        Skipped while a CUDA graph is captured, because every replay would set the same number.
+        Skipped while launches are captured or recorded, because every replay would set the same number.
         """
         is_random = self.errors is not None and self.errors.dtype == torch.bfloat16
         if is_random and not is_capturing(self.counter.device):
@@ -290,7 +292,6 @@ class QuantizedMessage:
         # ``message`` serves twice: it is sent in the first shot, and gathered in the second.
         message, received, result = buffers[:3]
         result = result.view(layout.result_shape)
-        result[:, :HEADER_BYTES].zero_()  # no non-finite sum so far
         pending = buffers[3] if self.errors is not None else None
         n = len(layout.sections)
         errors = self.errors.split(self._sizes) if self.errors is not None else [None] * 2 * n
@@ -328,11 +329,11 @@ class QuantizedFactors(QuantizedMessage):
         super().__init__(self.tensors, formats, transport, options)
 
 
-class QuantizedBucket(QuantizedMessage):
+class QuantizedBucket(QuantizedMessage, BucketMemory):
     """One bucket: where its gradients lie in a message, and the error memories.
 
     It serves every step until its parameters, their dtype, the ranks or the options change; the next bucket of these
-    parameters starts from its `folded_errors`.
+    parameters starts from its `folded` errors.
 
     Args:
         layouts: real dense tensors with the shapes, strides, dtype and device of the gradients, or the gradients.
@@ -363,38 +364,36 @@ class QuantizedBucket(QuantizedMessage):
     ) -> None:
         names = names if names is not None else [str(i) for i in range(len(layouts))]
         super().__init__(layouts, formats, transport, options, names, iteration)
-        self.layout = SegmentTable(layouts)
-        self.memory: dict[str, dict[str, Tensor]] = {"errors": {}}
+        errors: dict[str, Tensor] = {}
         if options.error_dtype is not None:
             self.errors = torch.zeros(sum(self._sizes), dtype=options.error_dtype, device=layouts[0].device)
-            self.memory["errors"] = self._by_name(self.errors, names)
+            errors = self._by_name(self.errors, names)
             for name, error in earlier_errors(memory, names, layouts).items():
-                self.memory["errors"][name].copy_(error)
+                errors[name].copy_(error)
+        BucketMemory.__init__(self, SegmentTable(layouts), {"errors": errors})
         self._names = names
 
     @property
-    def can_capture(self) -> bool:
-        """Whether a CUDA graph of a step can serve later steps, after a `refresh`."""
+    def can_replay(self) -> bool:  # type: ignore[override]
+        """Whether kernels read addresses and the number of the step on the device; see `BucketMemory`."""
         return use_triton(self.counter.device)
 
     def refresh(self, source: Sequence[Tensor], target: Sequence[Tensor], iteration: int) -> None:
-        """Upload the numbers that a step reads from device memory: ``counter``, addresses of gradients and results.
-
-        Then a CUDA graph of an earlier step can be replayed, if both steps are in place or both are not.
-        """
+        """Replace ``counter`` and the addresses of gradients and results; see `BucketMemory.refresh`."""
         self.set_counter(iteration)
         for section, members in zip(self.message_layout.sections, self._members, strict=True):
-            section.table.segments.packed([source[i] for i in members])
-            section.table.segments.packed_results([target[i] for i in members])
+            section.table.segments.packed(list(map(source.__getitem__, members)))
+            if target is not source:
+                section.table.segments.packed_results(list(map(target.__getitem__, members)))
 
-    def folded_errors(self) -> dict[str, Tensor]:
-        """This rank's errors of both shots, by parameter name: copies, in the gradients' shapes and fp32.
+    def folded(self) -> dict[str, dict[str, Tensor]]:
+        """This rank's "errors" of both shots, by parameter name: copies, in the gradients' shapes and fp32.
 
         Summed over the ranks, they are what earlier steps have not applied yet. So a bucket with other cells, or on
         other ranks, that starts from them loses nothing.
         """
         if self.errors is None:
-            return {}
+            return {"errors": {}}
         sections = self.message_layout.sections
         parts = self.errors.to(torch.float32, copy=True).split(self._sizes)
         for section, errors, shard_values in zip(sections, parts, parts[len(sections) :], strict=False):
@@ -402,7 +401,7 @@ class QuantizedBucket(QuantizedMessage):
             for piece, cell in enumerate(shard_values.split(section.blocks_per_cell * block_size)):
                 first, last = section.cell_blocks(piece * self.message_layout.world_size + self._rank)
                 errors[first * block_size : last * block_size] += cell[: (last - first) * block_size]
-        return self._by_name(torch.cat(parts[: len(sections)]), self._names)
+        return {"errors": self._by_name(torch.cat(parts[: len(sections)]), self._names)}
 
     def _by_name(self, errors: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
         """Views of the errors of the first shot, which begin the flat ``errors``, like the gradients, by name."""

@@ -19,6 +19,7 @@ from torch.futures import Future
 from gradwire.comm import Algorithm, Connections, Task, Transport, Workspace
 from gradwire.comm.stream_executor import StreamExecutor
 from gradwire.compress import Gradients, Step, sparse_all_reduce
+from gradwire.compress.memory import BucketMemory
 from gradwire.hooks._plans import Plans
 from gradwire.kernels import SegmentTable, as_real, gradient_layout, is_capturing, layout_in_dtype
 
@@ -184,7 +185,7 @@ def reduce_bucket(
         bucket: the bucket. A sparse gradient is averaged without the algorithm, by ``divisor`` or the world size.
         algorithm: an ``async`` function that awaits its collectives.
         settings: those of the hook.
-        memory, iteration, names: of the `Step`. On PyTorch's DDP, `Step.gradients` needs ``memory.layout``.
+        memory, iteration, names: of the `Step`. On PyTorch's DDP, `Step.gradients` needs a `BucketMemory`.
     """
     name, telemetry = settings.hook_name, settings.telemetry
     device, position, is_final = bucket.device, bucket.position, bucket.is_final
@@ -196,7 +197,7 @@ def reduce_bucket(
         result = bucket.buffer()
     else:
         tables = _tables_of.setdefault(transport, {})
-        work = bucket.work(tables, getattr(memory, "layout", None))
+        work = bucket.work(tables, memory.layout if isinstance(memory, BucketMemory) else None)
         result = work.result
     # Not in the task: `sample` calls the user's report, which must run in the training thread.
     sample = telemetry.sample(position) if telemetry is not None and not is_capturing(device) else None

@@ -67,9 +67,6 @@ class Settings(Protocol):
     def _replicated(self) -> dict[str, object]:
         """Further values to compare."""
 
-    def _parameter_names(self, bucket: Bucket) -> Sequence[str]:
-        """Names of the bucket's parameters."""
-
     def _apply_settings(self, settings: dict[str, object]) -> None:
         """Apply settings that all ranks have agreed on."""
 
@@ -96,10 +93,12 @@ class Handshake:
         """The latest agreement on the settings of a hook on a process group; None if there was none."""
         return self._agreed.get(group, {}).get(hook)
 
-    def agree(self, state: Settings, bucket: Bucket, process_group: dist.ProcessGroup | None) -> Connections:
+    def agree(
+        self, state: Settings, bucket: Bucket, process_group: dist.ProcessGroup | None, names: Sequence[str] = ()
+    ) -> Connections:
         """Compare the settings of ``state`` with the other ranks, once per model; returns the connections to them.
 
-        Every hook calls it first.
+        Every hook calls it first. ``names``: parameter names of the bucket, if the hook needs them.
 
         Without ``process_group``, that is the DistributedDataParallel's. PyTorch's does not name it: there it is the
         default group, which must have the same ranks. On gradwire's, a group of the same ranks is replaced by the
@@ -125,7 +124,6 @@ class Handshake:
         again = bucket.first in agreement.parameters
         if again and agreement.settings == settings:
             return connections
-        names = state._parameter_names(bucket)
         parameters = bucket.model_parameters
         if parameters is None:
             parameters = _parameters_in_pytorchs_ddp(bucket, group, process_group is None)

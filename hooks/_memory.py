@@ -26,6 +26,13 @@ from gradwire.kernels import SegmentTable, as_real, gradient_layout, layout_in_d
 ERRORS = "errors"  # the entry with error memory
 
 
+class Scaler(Protocol):
+    """A gradient scaler, such as ``torch.amp.GradScaler``."""
+
+    def get_scale(self) -> float:
+        """The factor by which the loss is multiplied."""
+
+
 class Owner(Protocol):
     """The part of a hook state that its memory uses."""
 
@@ -36,7 +43,7 @@ class Owner(Protocol):
 
     def make_bucket(
         self, parameters: Sequence[Tensor], dtype: torch.dtype, names: Sequence[str], transport: Transport
-    ) -> Any:
+    ) -> BucketMemory | None:
         """The memory of a new bucket."""
 
     def _keeps(self, entry: str) -> bool: ...
@@ -48,15 +55,17 @@ class StateMemory:
     """The declared memory of a hook state: one tensor per entry and parameter.
 
     A bucket keeps the memory of its parameters while its parameters, their layouts and the ranks stay the same. Its
-    tensors are also here, by name, so that the next bucket of a parameter continues with them. A bucket whose errors
-    are not these tensors has ``errors``, the tensor with all of them, and ``folded_errors()``, those by name.
+    tensors are also here, by name, so that the next bucket of a parameter continues with them. Errors that a bucket
+    holds in another form return here when it is dropped.
 
     Attributes:
         declared: declarations by name of the entry in a checkpoint.
         own: this rank's tensors, by entry and parameter name.
         loaded: sums of a checkpoint, of which this rank takes its share in the next compressed step, likewise.
-        buckets: memory of each bucket, by parameter names, with the layouts and ranks for which it was made.
+        buckets: memory of each bucket, by parameter names, with the layouts and ranks for which it was made. None for
+            a bucket that is sent uncompressed.
         is_loaded: whether the memory is from a checkpoint.
+        scaler: the gradient scaler whose scale the errors follow, if there is one.
     """
 
     def __init__(self, state: Owner, declared: Mapping[str, Memory]) -> None:
@@ -67,8 +76,10 @@ class StateMemory:
         self.declared = dict(declared)
         self.own: dict[str, dict[str, Tensor]] = {entry: {} for entry in declared}
         self.loaded: dict[str, dict[str, Tensor]] = {entry: {} for entry in declared}
-        self.buckets: dict[tuple[str, ...], tuple[object, Any]] = {}
+        self.buckets: dict[tuple[str, ...], tuple[object, BucketMemory | None]] = {}
         self.is_loaded = False
+        self.scaler: Scaler | None = None
+        self._scale: float | None = None  # scale of the errors; None until `match_scale` reads it
         self._n_loaded: dict[str, int] = {}  # tensors of the latest checkpoint, by entry
         self._fits_model = True  # whether the loaded memory was compared with the model
 
@@ -82,9 +93,13 @@ class StateMemory:
     def trained(self, entry: str) -> dict[str, Tensor]:
         """This rank's memory that needs no share of a checkpoint."""
         tensors = dict(self.own[entry])
-        for _, bucket in self.buckets.values():
-            tensors |= _folded(bucket).get(entry, {})
+        for _, bucket in self._made():
+            tensors |= bucket.folded().get(entry, {})
         return tensors
+
+    def _made(self) -> list[tuple[tuple[str, ...], BucketMemory]]:
+        """The memory of each compressed bucket, with its parameter names."""
+        return [(names, bucket) for names, (_, bucket) in list(self.buckets.items()) if bucket is not None]
 
     def _share(self, entry: str, merged: Tensor) -> Tensor:
         """This rank's part of a tensor of a checkpoint."""
@@ -92,7 +107,7 @@ class StateMemory:
 
     # Buckets.
 
-    def of_bucket(self, bucket: Bucket, names: tuple[str, ...], group: dist.ProcessGroup) -> Any:
+    def of_bucket(self, bucket: Bucket, names: tuple[str, ...], group: dist.ProcessGroup) -> BucketMemory | None:
         """The memory of a bucket. A new bucket starts from the memory of earlier ones, or from a checkpoint."""
         made_for = (id(bucket.first), bucket.layouts, bucket.dtype, bucket.device, group.size(), group.rank())
         kept = self.buckets.get(names)
@@ -100,7 +115,7 @@ class StateMemory:
             kept = self.buckets[names] = (made_for, self._new_bucket(bucket, names, group))
         return kept[1]
 
-    def _new_bucket(self, bucket: Bucket, names: tuple[str, ...], group: dist.ProcessGroup) -> Any:
+    def _new_bucket(self, bucket: Bucket, names: tuple[str, ...], group: dist.ProcessGroup) -> BucketMemory | None:
         self._state.names.check_parameters(names, bucket.parameters())
         self._check_loaded(names)
         for entry, loaded in self.loaded.items():
@@ -134,23 +149,36 @@ class StateMemory:
         """Drop the buckets that have one of these parameters, by default all, and keep their memory."""
         for key, (_, bucket) in list(self.buckets.items()):
             if names is None or not set(names).isdisjoint(key):
-                self.keep(_folded(bucket))
+                self.keep(bucket.folded() if bucket is not None else {})
                 del self.buckets[key]
 
     # Errors.
 
     def residuals(self) -> list[Tensor]:
         """This rank's error memory, of both shots where there are two; for ``residual_ratio``."""
-        buckets = [bucket for _, bucket in list(self.buckets.values()) if hasattr(bucket, "folded_errors")]
-        flat = [bucket.errors for bucket in buckets if bucket.errors is not None]
-        in_buckets = {errors.untyped_storage().data_ptr() for errors in flat}  # tensors by name may be views of them
-        own = list(self.own.get(ERRORS, {}).values())
-        return flat + [error for error in own if error.untyped_storage().data_ptr() not in in_buckets]
+        flat, own = [], dict(self.own.get(ERRORS, {}))
+        for _, bucket in self._made():
+            if bucket.errors is not None:
+                flat.append(bucket.errors)
+                for name in bucket.memory[ERRORS]:  # views of them
+                    own.pop(name, None)
+        return [*flat, *own.values()]
 
-    def scale_errors(self, factor: float) -> None:
-        """Multiply all errors, also those of a checkpoint that no step has used yet."""
-        waiting = [self.loaded.get(ERRORS, {})]
-        waiting += [getattr(bucket, "inherited", None) or {} for _, bucket in self.buckets.values()]
+    def follow(self, scaler: Scaler | None) -> None:
+        """Keep the errors in the scale of a gradient scaler from now on; None to follow none."""
+        self.scaler, self._scale = scaler, None
+        self.match_scale()
+
+    def match_scale(self) -> None:
+        """Multiply all errors, also those that no step has used yet, if the scale has changed since the last call."""
+        if self.scaler is None:
+            return
+        scale, before = float(self.scaler.get_scale()), self._scale
+        self._scale = scale
+        if before is None or before == scale:
+            return
+        factor = scale / before if before else 0
+        waiting = [self.loaded.get(ERRORS, {}), *(bucket.inherited or {} for _, bucket in self._made())]
         for error in [*self.residuals(), *(error for errors in waiting for error in errors.values())]:
             error.mul_(factor)
 
@@ -166,10 +194,13 @@ class StateMemory:
             gradient: the reduced gradient minus this rank's contribution.
         """
         name, gradient = plain_name(name), as_real(gradient)
-        for names, (_, bucket) in self.buckets.items():
-            if name in names and hasattr(bucket, "take_back"):
-                return bool(bucket.take_back(name, self._share(ERRORS, gradient)))
-        error = self.own.get(ERRORS, {}).get(name)
+        if ERRORS not in self.declared:
+            return False
+        if any(
+            name in names and bucket.take_back(name, self._share(ERRORS, gradient)) for names, bucket in self._made()
+        ):
+            return True
+        error = self.own[ERRORS].get(name)
         if error is None:
             return False
         error.add_(self._share(ERRORS, gradient))
@@ -215,8 +246,8 @@ class StateMemory:
             # The world size, and with it this rank's share of a sum, may not be known yet.
             self.own[entry], self.loaded[entry] = ({}, loaded) if declared.merge == "sum" else (loaded, {})
             self._n_loaded[entry] = len(loaded)
-        self.buckets = {}
-        self.restored()
+        self.buckets, self._scale = {}, None
+        self._restored()
 
     def restore(self, own: MemoryByName, loaded: MemoryByName | None = None) -> None:
         """Continue with this rank's tensors of a pickle, or those of another rank; keep entries that are missing."""
@@ -224,9 +255,9 @@ class StateMemory:
         for target, source in ((self.own, own), (self.loaded, loaded or {})):
             for entry in self.declared.keys() & source.keys():
                 target[entry] = {name: tensor.clone() for name, tensor in source[entry].items()}
-        self.restored()
+        self._restored()
 
-    def restored(self) -> None:
+    def _restored(self) -> None:
         """Compare the memory with the model before it is used."""
         self.is_loaded, self._fits_model = True, False
 
@@ -234,15 +265,15 @@ class StateMemory:
         """The memory that is equal on all ranks."""
         return {entry: self.tensors(entry) for entry, declared in self.declared.items() if declared.merge == "same"}
 
-    def facts(self, is_loaded_anew: bool, compares: bool) -> dict[str, object]:
-        """Facts for the handshake: numbers of loaded tensors, and digests of memory that all ranks must share."""
-        facts: dict[str, object] = {}
-        for entry, declared in self.declared.items():
-            if declared.merge == "same" and (is_loaded_anew or compares):
-                facts[f"memory {entry}"] = f"{len(self.own[entry])}, digest {digest(self.own[entry])}"
-            elif is_loaded_anew and entry in self._n_loaded:
-                facts[f"loaded {entry}"] = self._n_loaded[entry]
-        return facts
+    def digests(self) -> dict[str, object]:
+        """Facts for a handshake: numbers and digests of the tensors that all ranks must share."""
+        same = [entry for entry, declared in self.declared.items() if declared.merge == "same"]
+        return {f"memory {entry}": f"{len(self.own[entry])}, digest {digest(self.own[entry])}" for entry in same}
+
+    def loaded_facts(self) -> dict[str, object]:
+        """Facts for a handshake after a load: `digests`, and the numbers of other loaded tensors."""
+        others = [entry for entry in self._n_loaded if self.declared[entry].merge != "same"]
+        return self.digests() | {f"loaded {entry}": self._n_loaded[entry] for entry in others}
 
     # Validation.
 
@@ -255,18 +286,15 @@ class StateMemory:
                     check_range(place, tensor)
         self._check_fits({entry: saved[entry] for entry in self.declared})
 
-    def check_declared_shapes(self, memory: MemoryByName, layouts: Mapping[str, Tensor]) -> None:
-        """Raise ValueError unless memory has the declared shapes for these layouts of gradients, by parameter name."""
-        for entry, declared in self.declared.items():
-            for name, tensor in memory[entry].items():
-                if declared.shape is not None and name in layouts:
-                    check_memory_shape(entry, name, tensor, declared.shape(as_real(layouts[name])))
-
     def _check_fits(self, memory: MemoryByName) -> None:
         """Raise ValueError unless loaded memory fits the model, as far as its parameters are known."""
         names = self._state.names
         parameters = names.known()
         layouts = {name: gradient_layout(parameter) for name, parameter in parameters.items()}
+        for entry, declared in self.declared.items():
+            for name, tensor in memory[entry].items():
+                if declared.shape is not None and name in layouts:
+                    check_memory_shape(entry, name, tensor, declared.shape(as_real(layouts[name])))
         self._state._check_shapes(memory, layouts)
         errors = memory.get(ERRORS, {})
         if not names.is_complete:
@@ -295,8 +323,3 @@ class StateMemory:
             )
         self._check_fits(memory)
         self._fits_model = self._state.names.is_complete
-
-
-def _folded(bucket: Any) -> MemoryByName:
-    """This rank's errors of a bucket that keeps them in another form than ``bucket.memory``; else empty."""
-    return {ERRORS: bucket.folded_errors()} if hasattr(bucket, "folded_errors") else {}

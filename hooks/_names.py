@@ -7,8 +7,8 @@ none.
 import functools
 import gc
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -67,6 +67,20 @@ def registered_module(state: object, parameters: Sequence[torch.Tensor] = ()) ->
     """The model whose DDP calls a hook with ``state`` and these parameters; None if there is not exactly one."""
     modules = [unwrapped(ddp.module) for ddp in registered_wrappers(state, parameters)]
     return modules[0] if len(set(map(id, modules))) == 1 else None
+
+
+def check_patterns(options: Any, names: Iterable[str], argument: str = "") -> None:
+    """Raise ValueError if a name pattern in the options, of this ``argument``, matches none of the model's names."""
+    names = sorted(names)
+    find = getattr(options, "unmatched_pattern", None)
+    if find is None or (unmatched := find(names)) is None:
+        return
+    numbered = all(map(is_number, names))
+    remedy = "Call state.bind(model), which names them, or use" if numbered else "Correct or remove it:"
+    raise ValueError(
+        f"{unmatched}{argument and f' in {argument}'} matches none of the model's {len(names)} parameters, "
+        f"{', '.join(names[:5])}, ... {remedy} patterns of whole names as in `fnmatch`, such as '*.weight'."
+    )
 
 
 class ParameterNames:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from gradwire.comm.plan import Plan
 from gradwire.comm.stream_executor import Handle, Result, StreamExecutor
+from gradwire.compress.memory import BucketMemory
 from gradwire.kernels import Recording, layout_guard
 
 if TYPE_CHECKING:
@@ -65,7 +66,8 @@ class Plans:
             memory: the memory of the bucket; None for a cast.
             number: number of the step.
         """
-        if torch.cuda.is_current_stream_capturing() or not getattr(memory, "can_capture", memory is None):
+        can_replay = memory is None or (isinstance(memory, BucketMemory) and memory.can_replay)
+        if not can_replay or torch.cuda.is_current_stream_capturing():
             return None
         self._settings = settings
         key = (settings.variant(number), executor.place, bucket.divisor)
@@ -99,7 +101,7 @@ class Plans:
         entry = self._entries.get((settings.variant(number), executor.place, bucket.divisor))
         if entry is None or not entry.stands(settings, executor) or torch.cuda.is_current_stream_capturing():
             return None
-        work = bucket.work(entry.tables, getattr(entry.memory, "layout", None))
+        work = bucket.work(entry.tables, None if entry.memory is None else entry.memory.layout)
         if work.source.table is not entry.token[3] or work.target.table is not entry.token[4]:
             return None
         if entry.guard is not None and not entry.guard(*bucket.parameters()):

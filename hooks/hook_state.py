@@ -11,12 +11,12 @@ import logging
 import operator
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from datetime import timedelta
 from inspect import signature
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,10 +40,11 @@ from gradwire.compress import Gradients, Step, cast_all_reduce
 from gradwire.compress._validation import (
     MAX_COUNT,
     check_count,
+    check_counts,
     check_entries,
     check_whole_number,
 )
-from gradwire.compress.memory import Memory, MemoryByName
+from gradwire.compress.memory import BucketMemory, Memory, MemoryByName
 from gradwire.hooks._bucket import (
     Bucket,
     GradBucket,
@@ -56,8 +57,8 @@ from gradwire.hooks._bucket import (
     zero_copy,
 )
 from gradwire.hooks._handshake import Handshake, check_same_ranks
-from gradwire.hooks._memory import StateMemory
-from gradwire.hooks._names import ParameterNames, is_number, registered_wrappers
+from gradwire.hooks._memory import Scaler, StateMemory
+from gradwire.hooks._names import ParameterNames, check_patterns, registered_wrappers
 from gradwire.hooks.telemetry import Report, Telemetry
 from gradwire.kernels import (
     dispatch,
@@ -78,13 +79,6 @@ STATE_DICT_TIMEOUT = timedelta(seconds=10)  # early: a waiting rank is usually t
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 State = TypeVar("State", bound=type)
-
-
-class Scaler(Protocol):
-    """A gradient scaler, such as ``torch.amp.GradScaler``."""
-
-    def get_scale(self) -> float:
-        """The factor by which the loss is multiplied."""
 
 
 def hook_for(kind: type["HookState"]) -> Callable[[Hook], Hook]:
@@ -139,12 +133,16 @@ class HookSettings:
         hook_name: name of the hook.
         handshake: the process groups that have agreed on the settings.
         telemetry: the measurements, while the state is observed; else None.
+        names: the names of parameters; None if the hook needs none.
+        memory: the memory by parameter name; None if the hook has none.
     """
 
     _serves_one_model = False  # whether the state takes the process group of the model that it is registered for
     _follows_model = False  # whether ``process_group`` was taken from the model
 
     telemetry: Telemetry | None = None
+    names: ParameterNames | None = None
+    memory: StateMemory | None = None
     _step_in_progress: int | None = None  # its number, from 1; None for a state that counts no steps
 
     def __init__(self, hook: str, process_group: dist.ProcessGroup | None = None) -> None:
@@ -176,16 +174,8 @@ class HookSettings:
         """Further values that a handshake compares: counters, and digests of loaded memory."""
         return {}
 
-    def _parameter_names(self, bucket: Bucket) -> Sequence[str]:
-        """Names of the bucket's parameters in the state; empty for a hook without memory."""
-        return ()
-
     def _apply_settings(self, settings: dict[str, object]) -> None:
         """Apply settings that all ranks have agreed on; they may have changed since the last step."""
-
-    def _has_model(self) -> bool:
-        """Whether a model is known that the state is registered on."""
-        return bool(registered_wrappers(self))
 
     # Recorded steps; see `gradwire.hooks._plans`.
 
@@ -257,16 +247,13 @@ class HookSettings:
         return dict(telemetry.latest)
 
     def _warn_if_unused(self, telemetry: Telemetry) -> None:
-        if not telemetry.has_begun and not self._has_model():
+        has_model = self.names is not None and self.names.is_complete
+        if not telemetry.has_begun and not has_model and not registered_wrappers(self):
             warnings.warn(
                 f"This {type(self).__name__} is observed, but has no model, so nothing is measured. Register it on the "
                 "model: model.register_comm_hook(state, hook).",
                 stacklevel=3,
             )
-
-    def _residuals(self) -> Sequence[Tensor]:
-        """This rank's error memory, for ``residual_ratio``; empty without error feedback."""
-        return ()
 
     def _device_counters(self) -> Mapping[str, Tensor]:
         """Further totals among the metrics, one element each."""
@@ -317,6 +304,8 @@ class HookState(HookSettings):
     local_options: ClassVar[frozenset[str]] = frozenset()
     compiles_early: ClassVar[bool] = False
     _serves_one_model = True
+    names: ParameterNames
+    memory: StateMemory
 
     def __init__(
         self,
@@ -340,10 +329,9 @@ class HookState(HookSettings):
                         "shape=lambda gradient: (gradient.numel(),). Only a class that overrides make_bucket may do "
                         "without."
                     )
-        self._scaler: Scaler | None = None
-        self._scale: float | None = None  # scale of the errors; None until `_match_scale` reads it
         self._iter = 0
-        self._start = self._first_compressed_step
+        self._start = first_compressed_step(options)
+        self._counts: dict[str, list[int]] = {}  # further numbers of a checkpoint by entry, equal on all ranks
         self._latest_index: int | None = None  # index of the latest bucket
         self._is_counted = True  # whether ``iter`` includes the latest step
         self._applied: dict[str, object] | None = None  # settings for which the buckets were made
@@ -376,38 +364,11 @@ class HookState(HookSettings):
                 options matches no parameter of ``module``.
         """
         self.names.bind(module)
-        self._check_patterns()
-
-    def _parameter_names(self, bucket: Bucket) -> tuple[str, ...]:
-        """The names of the bucket's parameters, or numbers if they are not known.
-
-        Raises:
-            RuntimeError: options need names, and the names are not known.
-        """
-        return bucket.names or self.names.in_bucket(bucket, self._needs_names)
-
-    def _has_model(self) -> bool:
-        """Whether a model is known that the state is registered on."""
-        return self.names.is_complete or super()._has_model()
+        check_patterns(self.options, self.names.known())
 
     def _needs_names(self) -> str | None:
         """The part of the options that needs parameter names, as the subject of an error; None if numbers suffice."""
         return None
-
-    def _check_patterns(self, names: Iterable[str] | None = None) -> None:
-        """Raise ValueError if a pattern matches none of ``names``, by default of the model's once all are known."""
-        if names is None and not self.names.is_complete:
-            return
-        names = sorted(self.names.known() if names is None else names)
-        find = getattr(self.options, "unmatched_pattern", None)
-        if find is not None and (unmatched := find(names)) is not None:
-            numbered = all(is_number(name) for name in names)
-            remedy = "Call state.bind(model), which names them, or use" if numbered else "Correct or remove it:"
-            raise ValueError(
-                f"{unmatched} matches none of the model's {len(names)} parameters, {', '.join(names[:5])}, ... "
-                f"{remedy} patterns of whole names as in `fnmatch`, such as '*.weight'."
-            )
-        self._patterns_match = True
 
     # Steps.
 
@@ -419,12 +380,8 @@ class HookState(HookSettings):
     @iter.setter
     def iter(self, iteration: int) -> None:
         check_count("iter", iteration)
-        self._continue_at(iteration)
-        self.handshake.expect()
-
-    def _continue_at(self, iteration: int) -> None:
-        """Set the number of the next step."""
         self._iter, self._is_counted = iteration, True
+        self.handshake.expect()
 
     def run(self, bucket: GradBucket | Bucket, algorithm: Callable[[Step], Algorithm[None]]) -> Future[Tensor]:
         """Average a bucket with ``algorithm``, in bucket order; the future has the result.
@@ -437,24 +394,27 @@ class HookState(HookSettings):
                 ``step.transport``, and writes the mean into ``step.results``, with the same bits on all ranks.
 
         Raises:
-            RuntimeError: the ranks have different hooks, options, step counts or memory.
+            RuntimeError: the ranks have different hooks, options, step counts or memory, or options need parameter
+                names that are not known.
             ValueError: the state belongs to another model, or its loaded memory does not fit the model.
         """
         bucket = Bucket.of(bucket)
         self.begin_bucket(bucket.position)
-        connections = self.handshake.agree(self, bucket, self._process_group)
+        names = bucket.names or self.names.in_bucket(bucket, self._needs_names)
+        connections = self.handshake.agree(self, bucket, self._process_group, names)
         if (future := replayed(self, bucket, connections, self._iter)) is not None:
             return future
-        names = self._parameter_names(bucket)
         if not self._patterns_match:
             self.names.note(names, bucket)
-            self._check_patterns()
+            if self.names.is_complete:
+                check_patterns(self.options, self.names.known())
+                self._patterns_match = True
         iteration, memory = self._iter, None
         if not bucket.is_sparse:
             if iteration >= self._start:
                 memory = self.prepare(bucket, names, connections.group)
             elif self.compiles_early:
-                self._compile(bucket, names, connections, algorithm)
+                _compile(self, bucket, names, connections, algorithm)
         self.count_bucket(bucket, memory)
         chosen = cast_all_reduce if memory is None else algorithm
         return reduce_bucket(connections, bucket, chosen, self, memory=memory, iteration=iteration, names=names)
@@ -478,13 +438,6 @@ class HookState(HookSettings):
             self._step_in_progress = self._iter + 1
         self._latest_index = position
 
-    def _begin_step(self) -> None:
-        """Begin a step. The one before ends now if its last bucket was skipped or went to another hook."""
-        if not self._is_counted:
-            self._count_step()
-        if self._scaler is not None:
-            self._match_scale()
-
     def count_bucket(self, bucket: Bucket, memory: Any) -> None:
         """Count the step at its last bucket."""
         self._is_counted = False
@@ -495,62 +448,26 @@ class HookState(HookSettings):
         """The memory of a bucket in a compressed step, kept from step to step.
 
         Returns:
-            An object whose items are the declared memory, such as ``["errors"]``: a list with one tensor per parameter.
-            None to send the bucket uncompressed.
+            A `BucketMemory`, whose items are the declared memory, such as ``["errors"]``: a list with one tensor per
+            parameter. None to send the bucket uncompressed.
 
         Raises:
             ValueError: loaded memory does not fit the model.
         """
         return self.memory.of_bucket(bucket, names, group)
 
-    def _compile(
-        self,
-        bucket: Bucket,
-        names: tuple[str, ...],
-        connections: Connections,
-        algorithm: Callable[[Step], Algorithm[None]],
-    ) -> None:
-        """Run two steps of ``algorithm`` on zeros, without collectives, in memory of their own, if Triton would compile
-        for them. Two steps: alternating PowerSGD launches different kernels in odd ones.
-
-        The buckets of the first step, of which one may hold the whole model, are left out: they are rebuilt.
-        """
-        device, key = bucket.device, (names, bucket.dtype)
-        if self._first_step is None:
-            self._first_step = self._iter
-        if self._iter == self._first_step < self._start - 1 or key in self._compiled:
-            return
-        if not dispatch.use_triton(device) or dispatch.is_interpreted() or is_capturing(device):
-            return
-        self._compiled.add(key)
-        with suppress(torch.OutOfMemoryError):  # the first compressed step compiles, then
-            transport = IdleTransport(connections.executor(device).transport)
-            kept, self.memory = self.memory, StateMemory(self, self.memory.declared)
-            try:
-                parameters = [gradient_layout(parameter) for parameter in bucket.parameters()]
-                memory = self.make_bucket(parameters, bucket.dtype, names, transport)
-            finally:
-                self.memory = kept
-            if memory is None:
-                return
-            layout = memory.layout
-            zeros = Gradients(layout.views(torch.zeros(layout.numel, dtype=layout.dtype, device=device)), layout)
-            workspace = Workspace(device)
-            for number in (self._iter, self._iter + 1):
-                run_algorithm(algorithm(Step(zeros, zeros, memory, number, transport, workspace, names)), transport)
+    def _begin_step(self) -> None:
+        """Begin a step. The one before ends now if its last bucket was skipped or went to another hook."""
+        if not self._is_counted:
+            self._count_step()
+        if self.memory.scaler is not None:
+            self.memory.match_scale()
 
     def _count_step(self) -> None:
         """Count a step that has ended."""
         self._iter, self._is_counted = min(self._iter + 1, MAX_COUNT), True
         if self.memory.declared:
             self.names.is_closed = True
-
-    @property
-    def _first_compressed_step(self) -> int:
-        """Number of the first compressed step: the option ``start_iter``, or 0 without it."""
-        start: int = getattr(self.options, "start_iter", 0)
-        check_whole_number("start_iter", start, "a whole number of steps, at least 0", 0)
-        return start
 
     # Options.
 
@@ -573,7 +490,7 @@ class HookState(HookSettings):
             return
         if self.options is not None:
             self.options = replace(self.options)  # validates: dictionaries may have been modified in place
-        self._start = self._first_compressed_step
+        self._start = first_compressed_step(self.options)
         self._compiled.clear()
         self.memory.drop_buckets()
         self.handshake.revoke()
@@ -589,8 +506,8 @@ class HookState(HookSettings):
 
     def make_bucket(
         self, parameters: Sequence[Tensor], dtype: torch.dtype, names: Sequence[str], transport: Transport
-    ) -> Any:
-        """The memory of new buckets, which starts from that of earlier ones, or from zeros.
+    ) -> BucketMemory | None:
+        """The memory of a new bucket, which starts from that of earlier ones, or from zeros.
 
         Args:
             parameters: tensors in the layouts of the gradients, which may be complex.
@@ -599,12 +516,9 @@ class HookState(HookSettings):
             transport: transport of the algorithm.
 
         Returns:
-            A `BucketMemory`, or an object with its attributes; None to send the bucket uncompressed.
+            A `BucketMemory`; None to send the bucket uncompressed.
         """
         return self.memory.make_bucket(parameters, dtype, names)
-
-    def _residuals(self) -> Sequence[Tensor]:
-        return self.memory.residuals()
 
     def follow_scaler(self, scaler: Scaler | None) -> None:
         """Multiply the error memory by the same factor as the scale of a gradient scaler whenever that changes.
@@ -628,18 +542,7 @@ class HookState(HookSettings):
         """
         if scaler is not None and not callable(getattr(scaler, "get_scale", None)):
             raise TypeError(f"scaler is {described(scaler)}; expected a torch.amp.GradScaler, or None.")
-        self._scaler, self._scale = scaler, None
-        self._match_scale()
-
-    def _match_scale(self) -> None:
-        """Multiply the error memory if the scale has changed since the last call."""
-        if self._scaler is None:
-            return
-        scale, before = float(self._scaler.get_scale()), self._scale
-        self._scale = scale
-        if before is None or before == scale:
-            return
-        self.memory.scale_errors(scale / before if before else 0)
+        self.memory.follow(scaler)
 
     @property
     def error_memory_bytes(self) -> int:
@@ -647,13 +550,6 @@ class HookState(HookSettings):
         return sum(error.nbytes for error in self.memory.residuals())
 
     # Checkpoints.
-
-    def _counts(self) -> dict[str, Any]:
-        """Further numbers of a checkpoint, equal on all ranks."""
-        return {}
-
-    def _load_counts(self, saved: Mapping[str, Any]) -> None:
-        """Take `_counts` from a checkpoint."""
 
     def prepare_checkpoint(self) -> None:
         """Collect the errors of all ranks, and keep the copy for `state_dict` until the next step.
@@ -670,9 +566,7 @@ class HookState(HookSettings):
             ...     torch.save({"model": model.state_dict(), "hook": state.state_dict()}, path)
         """
         self._prepared = None
-        self._check_can_be_saved()
-        self._meet("prepare_checkpoint()", PREPARE_TIMEOUT)
-        self._prepared = self._collected()
+        self._prepared = self._collected("prepare_checkpoint()", PREPARE_TIMEOUT)
 
     def state_dict(self) -> dict[str, Any]:
         """The state as plain CPU tensors and numbers, for ``torch.load(weights_only=True)``.
@@ -690,15 +584,13 @@ class HookState(HookSettings):
         """
         if self._prepared is not None:
             return {key: dict(value) if isinstance(value, dict) else value for key, value in self._prepared.items()}
-        self._check_can_be_saved()
         try:
-            self._meet("state_dict()", STATE_DICT_TIMEOUT)
+            return self._collected("state_dict()", STATE_DICT_TIMEOUT)
         except RanksMissing as error:
             raise RuntimeError(
                 f"{error} To save on some ranks only, call state.prepare_checkpoint() on every rank, then "
                 "state.state_dict() where you save."
             ) from error
-        return self._collected()
 
     def merge_shards(self, saved: dict[str, Any], shards: Sequence[dist.ProcessGroup]) -> dict[str, Any]:
         """Merge the entries of a `state_dict` that have no shape over the shards of a model. A collective call.
@@ -711,28 +603,22 @@ class HookState(HookSettings):
             "state.state_dict() of every rank in a separate file, and resume with the same mesh."
         )
 
-    def _meet(self, call: str, timeout: timedelta) -> None:
-        """Wait for the same call on every rank."""
-        group = self._group
-        named_barrier(group, f"{type(self).__name__}.{call}", timeout, connections_of(group).check_peers)
-
-    def _check_can_be_saved(self) -> None:
-        """Raise RuntimeError if a checkpoint would hold numbers instead of names, or no entries."""
+    def _collected(self, call: str, timeout: timedelta) -> dict[str, Any]:
+        """A new `state_dict`, once every rank has made the same call."""
+        kind, group = type(self).__name__, self._group
         self.names.search()
-        self.names.require(f"A checkpoint of a {type(self).__name__}")
+        self.names.require(f"A checkpoint of a {kind}")
         if not self.names.is_complete and self.iter == 0 and not self.memory.is_loaded:
             raise RuntimeError(
-                f"This {type(self).__name__} has no model yet, so the entries of its checkpoint are not known. "
-                f"Register it with model.register_comm_hook(state, {self.hook_name}), or call state.bind(model), "
-                "before it is saved or loaded."
+                f"This {kind} has no model yet, so the entries of its checkpoint are not known. Register it with "
+                f"model.register_comm_hook(state, {self.hook_name}), or call state.bind(model), before it is saved or "
+                "loaded."
             )
-
-    def _collected(self) -> dict[str, Any]:
-        """A new `state_dict`. A collective call."""
-        self._match_scale()
+        named_barrier(group, f"{kind}.{call}", timeout, connections_of(group).check_peers)
+        self.memory.match_scale()
         self._initialize(self.names.compressible())
         entries = {entry: self.memory.merged(entry) for entry in self.memory.declared}
-        return {"iter": self.iter, **entries, **self._counts()}
+        return {"iter": self.iter, **entries, **self._counts}
 
     def _initialize(self, parameters: Mapping[Tensor, str]) -> None:
         """Allocate memory, before it is saved, that no step has used yet and that does not start from zeros."""
@@ -750,31 +636,27 @@ class HookState(HookSettings):
             ValueError: an entry is missing, has the wrong type, dtype or shape, is not finite, or is out of range. The
                 message names the entry. The state is not modified.
         """
-        check_entries(state_dict, type(self).__name__, ("iter", *self.memory.declared, *self._counts()))
+        check_entries(state_dict, type(self).__name__, ("iter", *self.memory.declared, *self._counts))
         check_count("iter", state_dict["iter"])
-        self._check_counts(state_dict)
+        for entry, counts in self._counts.items():
+            check_counts(entry, state_dict[entry], len(counts))
         self.memory.check(state_dict)
         self.memory.load(state_dict)
-        self._scale = None
         self._restored(state_dict)
 
     def _restored(self, saved: Mapping[str, Any]) -> None:
         """Take the counts that belong to restored memory."""
         self._prepared = None
-        self._load_counts(saved)
+        self._counts = {entry: list(saved[entry]) for entry in self._counts}
         self.iter = saved["iter"]
 
     def _replicated(self) -> dict[str, object]:
         """The number of steps; after a load also numbers of tensors, and digests of those equal on all ranks."""
-        return {"iter": self.iter, **self.memory.facts(self.handshake.is_loaded_anew, self._compares_memory())}
-
-    def _compares_memory(self) -> bool:
-        """Whether every handshake compares the memory that is the same on all ranks, not only one after a load."""
-        return False
+        return {"iter": self.iter, **(self.memory.loaded_facts() if self.handshake.is_loaded_anew else {})}
 
     def replicated_state(self) -> dict[str, Any]:
         """The part of the state that is equal on all ranks: numbers and tensors, in dictionaries with string keys."""
-        return {"iter": self.iter, **self._counts(), **self.memory.replicated()}
+        return {"iter": self.iter, **self._counts, **self.memory.replicated()}
 
     def load_replicated_state(self, replicated: dict[str, Any]) -> None:
         """Continue from the `replicated_state` of another rank; keep this rank's error memory."""
@@ -783,9 +665,9 @@ class HookState(HookSettings):
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickling: options and this rank's memory, without the process group, as in PyTorch's hook states."""
-        self._match_scale()
+        self.memory.match_scale()
         own = {entry: self.memory.trained(entry) for entry in self.memory.declared}
-        memory = {"iter": self.iter, **own, **self._counts()}
+        memory = {"iter": self.iter, **own, **self._counts}
         return {"options": option_values(self.options), "memory": memory, "loaded": self.memory.loaded}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -797,14 +679,52 @@ class HookState(HookSettings):
         self.memory.restore(memory, loaded)
         self._restored(memory)
 
-    def _check_counts(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError unless the entries of `_counts` are valid."""
-
     def _check_shapes(self, memory: MemoryByName, layouts: Mapping[str, Tensor]) -> None:
-        """Raise ValueError unless loaded memory has the declared shapes for these layouts of gradients, by parameter
-        name.
-        """
-        self.memory.check_declared_shapes(memory, layouts)
+        """Raise ValueError unless loaded memory without a declared shape fits these gradients, by parameter name."""
+
+
+def first_compressed_step(options: Any) -> int:
+    """Number of the first compressed step: the option ``start_iter``, or 0 without it."""
+    start: int = getattr(options, "start_iter", 0)
+    check_whole_number("start_iter", start, "a whole number of steps, at least 0", 0)
+    return start
+
+
+def _compile(
+    state: HookState,
+    bucket: Bucket,
+    names: tuple[str, ...],
+    connections: Connections,
+    algorithm: Callable[[Step], Algorithm[None]],
+) -> None:
+    """Run two steps of ``algorithm`` on zeros, without collectives, in memory of their own, if Triton would compile for
+    them. Two steps: alternating PowerSGD launches different kernels in odd ones.
+
+    The buckets of the first step, of which one may hold the whole model, are left out: they are rebuilt.
+    """
+    device, key, now = bucket.device, (names, bucket.dtype), state.iter
+    if state._first_step is None:
+        state._first_step = now
+    if now == state._first_step < state._start - 1 or key in state._compiled:
+        return
+    if not dispatch.use_triton(device) or dispatch.is_interpreted() or is_capturing(device):
+        return
+    state._compiled.add(key)
+    with suppress(torch.OutOfMemoryError):  # the first compressed step compiles, then
+        transport = IdleTransport(connections.executor(device).transport)
+        kept, state.memory = state.memory, StateMemory(state, state.memory.declared)
+        try:
+            parameters = [gradient_layout(parameter) for parameter in bucket.parameters()]
+            memory = state.make_bucket(parameters, bucket.dtype, names, transport)
+        finally:
+            state.memory = kept
+        if memory is None:
+            return
+        layout = memory.layout
+        zeros = Gradients(layout.views(torch.zeros(layout.numel, dtype=layout.dtype, device=device)), layout)
+        workspace = Workspace(device)
+        for number in (now, now + 1):
+            run_algorithm(algorithm(Step(zeros, zeros, memory, number, transport, workspace, names)), transport)
 
 
 def option_values(options: Any) -> dict[str, Any]:

@@ -26,7 +26,6 @@ from gradwire.compress import (
 )
 from gradwire.compress._validation import (
     MAX_COUNT,
-    check_count,
     check_elements,
     check_flag,
     check_keywords,
@@ -39,7 +38,7 @@ from gradwire.compress.policy import check_factors, check_size_of_factors
 from gradwire.hooks._bucket import Bucket, GradBucket, ddp_hook
 from gradwire.hooks._memory import ERRORS
 from gradwire.hooks.hook_state import HookState, Memory, Step, hook_for, with_option_attributes
-from gradwire.kernels import MAX_RANK, WIRE_FORMATS, as_real, compute_dtype, gradient_layout, layout_in_dtype
+from gradwire.kernels import WIRE_FORMATS, as_real, compute_dtype, gradient_layout, layout_in_dtype
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 
@@ -125,6 +124,11 @@ class PowerSGDOptions:
         ):
             object.__setattr__(self, name, value)
 
+    @property
+    def start_iter(self) -> int:
+        """``start_powerSGD_iter``, which may be negative, as in PyTorch."""
+        return max(0, self.start_powerSGD_iter)
+
     @cached_property
     def policy(self) -> LowRankPolicy:
         """The choice of compressed parameters."""
@@ -209,8 +213,6 @@ class PowerSGDState(HookState):
     Attributes:
         iter: number of steps so far.
         options: all options.
-        total_numel_before_compression: gradient elements of all compressed steps.
-        total_numel_after_compression: elements sent in these steps.
 
     Raises:
         ValueError: an option has the wrong type or is out of range, or two options exclude each other.
@@ -256,8 +258,7 @@ class PowerSGDState(HookState):
             "p": Memory(merge="same", shape=None),
         }
         super().__init__("powerSGD_hook", process_group, options, memory)
-        self.total_numel_before_compression = 0
-        self.total_numel_after_compression = 0
+        self._counts = {"numel": [0, 0]}
         self.next_stats_report = 0
         self._has_compressed = False  # whether a compressed step has ended
 
@@ -278,9 +279,9 @@ class PowerSGDState(HookState):
 
         def __setattr__(self, name: str, value: Any) -> None: ...
 
-    def _compares_memory(self) -> bool:
-        """Compare the factors if `alternating` sends one side only."""
-        return self.options.alternating
+    def _replicated(self) -> dict[str, object]:
+        """The factors, too, if `alternating` sends one side only."""
+        return super()._replicated() | (self.memory.digests() if self.options.alternating else {})
 
     def _needs_names(self) -> str | None:
         """Patterns in the options need names; see `HookState`."""
@@ -296,9 +297,14 @@ class PowerSGDState(HookState):
         return None if self._is_batched else LOW_RANK_BUCKET_CAP_MB
 
     @property
-    def _first_compressed_step(self) -> int:
-        """The option ``start_powerSGD_iter``, which may be negative, as in PyTorch."""
-        return self.options.start_powerSGD_iter
+    def total_numel_before_compression(self) -> int:
+        """Gradient elements of all compressed steps."""
+        return self._counts["numel"][0]
+
+    @property
+    def total_numel_after_compression(self) -> int:
+        """Elements sent in these steps."""
+        return self._counts["numel"][1]
 
     def _count_step(self) -> None:
         """Count a step that has ended."""
@@ -316,7 +322,7 @@ class PowerSGDState(HookState):
 
     def compression_stats(self) -> tuple[float, int, int]:
         """Return (rate, elements before compression, elements after) over all compressed steps."""
-        before, after = self.total_numel_before_compression, self.total_numel_after_compression
+        before, after = self._counts["numel"]
         return (before / after if after > 0 else 0, before, after)
 
     def variant(self, number: int) -> Hashable:
@@ -330,8 +336,8 @@ class PowerSGDState(HookState):
                 numel, sent = memory.layout.numel, memory.sent_numel(self._iter)
             else:
                 numel = sent = sum(as_real(parameter).numel() for parameter in bucket.parameters())
-            self.total_numel_before_compression = min(self.total_numel_before_compression + numel, MAX_COUNT)
-            self.total_numel_after_compression = min(self.total_numel_after_compression + sent, MAX_COUNT)
+            before, after = self._counts["numel"]
+            self._counts["numel"] = [min(before + numel, MAX_COUNT), min(after + sent, MAX_COUNT)]
         super().count_bucket(bucket, memory)
 
     def make_bucket(
@@ -345,13 +351,6 @@ class PowerSGDState(HookState):
             made = flat_low_rank_bucket(layouts, self.options.matrix_approximation_rank, **options)
         elif any(shapes := self.options.policy.matrix_shapes(parameters, names)):
             made = LowRankBucket(layouts, shapes, **options)
-        if made is not None and self.options.cuda_graphs and not made.can_capture:
-            warnings.warn(
-                f"cuda_graphs=True has no effect for {dtype} gradients on {made.table.device} at rank "
-                f"{made.table.largest_rank}. It needs Triton's kernels: a GPU, fp32 or 16-bit gradients, ranks up "
-                f"to {MAX_RANK}. Results are the same without it; pass cuda_graphs=False.",
-                stacklevel=2,
-            )
         return made
 
     def _warn_if_idle(self) -> None:
@@ -392,14 +391,6 @@ class PowerSGDState(HookState):
         """Whether further entries start from zeros: none, `_initialize` has made them all."""
         return False
 
-    def _counts(self) -> dict[str, Any]:
-        """The totals of `compression_stats`."""
-        return {"numel": [self.total_numel_before_compression, self.total_numel_after_compression]}
-
-    def _load_counts(self, saved: Mapping[str, Any]) -> None:
-        """Take the totals of `compression_stats` from a checkpoint."""
-        self.total_numel_before_compression, self.total_numel_after_compression = saved["numel"]
-
     def replicated_state(self) -> dict[str, Any]:
         """The hook, which a state learns in its first step, and the factors; see `HookState.replicated_state`."""
         return {"hook": self.hook_name, **super().replicated_state()}
@@ -409,15 +400,8 @@ class PowerSGDState(HookState):
         self.hook_name = replicated["hook"]
         super().load_replicated_state(replicated)
 
-    def _check_counts(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError unless the totals of `compression_stats` are valid."""
-        if not isinstance(numel := state["numel"], list) or len(numel) != 2:
-            raise wrong("numel", numel, "a list of two whole numbers")
-        for i, count in enumerate(numel):
-            check_count(f"numel[{i}]", count)
-
     def _check_shapes(self, memory: Mapping[str, Mapping[str, Tensor]], layouts: Mapping[str, Tensor]) -> None:
-        """Raise ValueError unless errors and factors fit the known parameters, and each other for unknown ones.
+        """Raise ValueError unless factors fit the known parameters, and the errors of unknown ones.
 
         Factors may have another rank r: they then start from scratch, as when r changes during training.
         """
@@ -428,7 +412,6 @@ class PowerSGDState(HookState):
                 if factor.dim() != 3 or factor.shape[0] < 1 or not 1 <= factor.shape[1] <= factor.shape[2]:
                     raise wrong(entry, factor, "matrices x rank x length, with a rank from 1 to that length")
                 check_elements(entry, factor, factor.abs() <= MAX_FACTOR, "-1 to 1: a column has length 1")
-        super()._check_shapes(memory, layouts)
         for name in sorted(q.keys() | p.keys()):
             shape = self.options.policy.matrix_shape(name, layouts[name]) if name in layouts else None
             if shape is not None:

@@ -5,7 +5,6 @@ names send 8 bits per element, without error feedback. PyTorch's hooks send ever
 rank. gradwire's send as many bytes as a ring all-reduce of the quantized bucket, with a scale per block of elements.
 """
 
-import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -235,13 +234,6 @@ class QuantizationState(HookState):
         if isinstance(made, NodeBucket):  # it has taken the errors, and has no views of them
             for name in names:
                 self.memory.own[ERRORS].pop(name, None)
-        if self.options.cuda_graphs and not made.can_capture:
-            where = "several nodes of several ranks" if isinstance(made, NodeBucket) else str(parameters[0].device)
-            warnings.warn(
-                f"cuda_graphs=True has no effect on {where}. It needs Triton's kernels, on a GPU, and local_size=1. "
-                "Results are the same without it; pass cuda_graphs=False.",
-                stacklevel=2,
-            )
         return made
 
     def _keeps(self, entry: str) -> bool:

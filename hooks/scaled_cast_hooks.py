@@ -230,7 +230,7 @@ class ScaledCastState(HookState):
         n_seen = self._n_seen
         self.load_state_dict({**state, "counters": counters})
         self._n_seen = n_seen
-        self._continue_at(replicated["iter"])
+        self.iter = replicated["iter"]
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickling: options and `state_dict`, without the process group, as in PyTorch's hook states."""

@@ -102,10 +102,8 @@ def to_wandb(run: Any, prefix: str = "gradwire/") -> Report:
 class Observable(Protocol):
     """What telemetry reads of a hook state."""
 
+    memory: Any  # a `StateMemory`, or None
     _step_in_progress: int | None
-
-    def _residuals(self) -> Sequence[Tensor]:
-        """This rank's error memory, for ``residual_ratio``; empty without error feedback."""
 
     def _device_counters(self) -> Mapping[str, Tensor]:
         """Further totals among the metrics, one element each."""
@@ -302,7 +300,8 @@ class Sample:
 
     def _finish(self, device: torch.device) -> None:
         """Add the sums of the whole step, and copy all sums to the host, without waiting for the device."""
-        self._add("residual", self._state._residuals())
+        if self._state.memory is not None:
+            self._add("residual", self._state.memory.residuals())
         for name, value in self._state._device_counters().items():
             self._sum(name, value)
         sums = [value.to(device) for value in self._sums.values()]

@@ -44,7 +44,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gradwire.kernels.block_table import ALIGN_BYTES, BlockTable, Section
+from gradwire.kernels.block_table import ALIGN_BYTES, HEADER_BYTES, BlockTable, Section
 from gradwire.kernels.counter_random import check_step
 from gradwire.kernels.dispatch import choose
 from gradwire.kernels.layouts import memory_order
@@ -141,8 +141,11 @@ def quantize_reference(
     errors: Tensor | None,
     pending: Tensor | None,
     rounding: Rounding | None,
+    cleared: Tensor | None = None,
 ) -> None:
     """`quantize` in plain PyTorch."""
+    if cleared is not None:
+        cleared[:, :HEADER_BYTES].zero_()
     table = section.table
     values = torch.zeros(table.numel, dtype=torch.float32, device=table.device)
     for tensor, view in zip(tensors, _segments(values, table), strict=True):
@@ -262,6 +265,7 @@ def quantize(
     errors: Tensor | None = None,
     pending: Tensor | None = None,
     rounding: Rounding | None = None,
+    cleared: Tensor | None = None,
 ) -> None:
     """Encode ``tensors * scale + errors`` into the cells of ``message``, and write what encoding lost to ``pending``.
 
@@ -276,6 +280,7 @@ def quantize(
             None: no error feedback.
         pending: error of this step, like ``errors``. Overwritten; `commit_errors` makes it permanent.
         rounding: the random numbers; None: round to nearest even. An error memory in bf16 needs them.
+        cleared: uint8, [pieces, cell_bytes]: the ``result`` of `reduce_quantized`. Its headers become 0.
 
     Raises:
         ValueError: an argument does not fit the section.
@@ -301,7 +306,7 @@ def reduce_quantized(
     """Encode ``sum(decode(received)) + errors`` into ``result``, and write what encoding lost to ``pending``.
 
     The flag in the header of a piece of ``result`` becomes 1 if one of its sums is not finite. The caller sets the
-    flags to 0 before the first section. One launch.
+    flags to 0 before the first section, as `quantize` can. One launch.
 
     Args:
         received: uint8, [pieces, n, cell_bytes]: cell [p, ``rank``] of the message of each of the n ranks.

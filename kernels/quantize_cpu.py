@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradwire.kernels.block_table import MIN_BLOCK_SIZE, RUN_NUMEL, BlockTable, Section
+from gradwire.kernels.block_table import HEADER_BYTES, MIN_BLOCK_SIZE, RUN_NUMEL, BlockTable, Section
 from gradwire.kernels.layouts import memory_order
 from gradwire.kernels.segment_table import Run
 from gradwire.kernels.wire_formats import MIN_SCALE, Rounding, WireFormat, encode_with_errors
@@ -317,8 +317,11 @@ def quantize_cpu(
     errors: Tensor | None,
     pending: Tensor | None,
     rounding: Rounding | None,
+    cleared: Tensor | None = None,
 ) -> None:
     """`quantize` on a CPU."""
+    if cleared is not None:
+        cleared[:, :HEADER_BYTES].zero_()
     table, size, width = section.table, section.table.block_size, section.payload_bytes
     work = section.work if section.memory is SCRATCH.memory else _bind(section)
     cells = message.flatten(0, 1)

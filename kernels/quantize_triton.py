@@ -98,8 +98,10 @@ def _quantize_kernel(
     step_ptr,  # [1] int64; None: the errors are not rounded
     message_ptr,  # [pieces, n, cell_bytes] uint8
     pending_ptr,  # [numel], like errors
+    cleared_ptr,  # [n_pieces, cell_bytes] uint8: its headers become 0; None: there is none
     n_segments,
     n_chunks,
+    n_pieces,
     blocks_per_cell,
     cell_units,
     scales_unit,
@@ -133,6 +135,14 @@ def _quantize_kernel(
         _quantize_tiles(*tensors, CHUNK, *numbers, SOURCE, ERROR, FORMAT, BLOCK, TILE, True)
     else:
         _quantize_tiles(*tensors, remaining, *numbers, SOURCE, ERROR, FORMAT, BLOCK, TAIL, False)
+    if cleared_ptr is not None:  # noqa: SIM102 (decided when the kernel is compiled)
+        if chunk == 0:
+            headers_ptr = cleared_ptr.to(tl.pointer_type(tl.int32))
+            words = tl.arange(0, 4).to(tl.int64)
+            piece = 0
+            while piece < n_pieces:
+                tl.store(headers_ptr + (words + piece * unit_bytes(cell_units) // 4), tl.zeros((4,), tl.int32))
+                piece += 1
 
 
 @triton.jit
@@ -364,6 +374,7 @@ def quantize_triton(
     errors: Tensor | None,
     pending: Tensor | None,
     rounding: Rounding | None,
+    cleared: Tensor | None = None,
 ) -> None:
     """`quantize` in one launch."""
     table, random = section.table, _randomness(rounding, pending)
@@ -373,8 +384,10 @@ def quantize_triton(
             errors_ptr=errors,
             message_ptr=message,
             pending_ptr=pending,
+            cleared_ptr=cleared,
             n_segments=len(table.lengths),
             n_chunks=table.n_chunks,
+            n_pieces=message.shape[0],
             scale=scale,
             SOURCE=triton_dtype(table.dtype),
             FORMAT=section.format,

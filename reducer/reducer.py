@@ -430,7 +430,7 @@ class Reducer:
         """Wait for a bucket's result, and write it into its gradients."""
         futures = self._backward.futures
         future: Any = futures[index]
-        value = future.wait() if type(future) is Handle else wait_for(future, self.exchange.check_in_step)
+        value: Any = future.wait() if type(future) is Handle else wait_for(future, self.exchange.check_in_step)
         result = value if isinstance(value, Tensor) else value[0]  # the future of a collective has a list
         used = {k: self._used.used_anywhere(bucket.members[k]) for k in bucket.stand_ins} if bucket.stand_ins else {}
         bucket.finish(result, scale, used, self.hook.take_back)

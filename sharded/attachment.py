@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from gradwire.compress._validation import check_elements, check_entries, check_tensor
 from gradwire.hooks._bucket import CommHook
-from gradwire.hooks._names import plain_name
+from gradwire.hooks._names import check_patterns, plain_name
 from gradwire.hooks.hook_state import HookSettings, HookState, check_pairing, in_group, option_values
 from gradwire.kernels import WIRE_FORMATS
 from gradwire.sharded.exchange import ShardedExchange, name_of
@@ -165,7 +165,7 @@ class Attachment:
             check_elements(f"within[{name!r}]", within[name], within[name].isfinite(), "a finite number")
         if isinstance(self.state, HookState):
             state = self.state
-            loaded: dict[str, Any] = {entry: {} for entry in state.memory.declared} | state._counts()
+            loaded: dict[str, Any] = {entry: {} for entry in state.memory.declared} | state._counts
             compressed = set(state.names.compressible().values())  # others have zeros in a checkpoint
             for entry, value in state_dict.items():
                 if entry in state.memory.declared:
@@ -257,11 +257,11 @@ def attach(
     _check_groups(model, groups, [replicas for _, replicas in replicated], scattered, averages, within)
     module_names = {module: plain_name(found) for found, module in model.named_modules()}
     names = {group: parameter_names(group, module_names) for group in groups}
-    _check_patterns(options, [name for each in names.values() for name in each])
+    check_patterns(options, [name for each in names.values() for name in each], "within")
     if averages and isinstance(state, HookState):
         replicated_names = [name for group, _ in replicated for name in names[group]]
         state.names.check_names(replicated_names)
-        state._check_patterns(replicated_names)
+        check_patterns(state.options, replicated_names)
     before = [(group, group.mesh_info, reduce_scatter_of(group)) for group in groups]
     process_groups = [
         each for group in groups for each in (shard_group(group), replica_group(group), *mesh_groups(group)) if each
@@ -339,15 +339,6 @@ def _check_groups(
         raise ValueError(
             f"The parameter groups of this model have replicas on different ranks: {sorted(ranks)}. Attach a state of "
             "its own to each submodule."
-        )
-
-
-def _check_patterns(options: ReduceScatterOptions | None, names: Sequence[str]) -> None:
-    """Raise ValueError if a name pattern of the reduce-scatter matches no parameter."""
-    if options is not None and (unmatched := options.unmatched_pattern(names)) is not None:
-        raise ValueError(
-            f"{unmatched} in within matches none of the model's {len(names)} parameters, {', '.join(names[:5])}, ... "
-            "Correct or remove it: patterns are of whole names as in `fnmatch`, such as '*.weight'."
         )
 
 

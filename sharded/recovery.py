@@ -65,7 +65,7 @@ def resynchronize(
         except BaseException as error:
             exchange.leave(f"{CALL} failed on rank {dist.get_rank()}: {error}")
             raise
-        state._continue_at(min(one["iter"] for one in every))
+        state.iter = min(one["iter"] for one in every)
 
 
 def _check(facts: Sequence[Mapping[str, Any]]) -> None:

@@ -34,7 +34,7 @@ def describe(make_state: Callable[[], Any]) -> tuple[str, int, bool]:
     state = make_state()
     has_text = type(state).__repr__ is not object.__repr__  # type: ignore[comparison-overlap]
     text = repr(state) if has_text else type(state).__name__
-    start = state._first_compressed_step if isinstance(state, HookState) else getattr(state, "start_iter", 0)
+    start = state._start if isinstance(state, HookState) else getattr(state, "start_iter", 0)
     return text, start, hasattr(state, "state_dict")
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gradwire.bench.gpu.timings import GRAPHS
+GRAPHS = "gradwire, cuda_graphs=True"  # of results from before steps were recorded
 from gradwire.bench.implementations import GRADWIRE, PYTORCH
 from gradwire.bench.record import Measured, Metric, Record, records_of, save
 from gradwire.bench.tables import Table, groups_of, median_of

@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 
+from gradwire.hooks.hook_state import HookState
 from gradwire.hooks.powerSGD_hook import batched_powerSGD_hook
 from gradwire.testing._laws import errors_of
 from tests.support.training import HOOKS, SMALL, WRAPPERS, build, register
@@ -13,7 +14,7 @@ START = 2  # the first compressed step of every state with error feedback
 # Hooks with error memory; a wrapper's state is that of its hook.
 _STATES = {hook: HOOKS[hook](None)[0] for hook in HOOKS if "_of_" not in hook}
 _HAVE_ERRORS = [
-    hook for hook, state in _STATES.items() if hasattr(state, "memory") and "errors" in state.memory.declared
+    hook for hook, state in _STATES.items() if isinstance(state, HookState) and "errors" in state.memory.declared
 ]
 FEEDBACK = (*_HAVE_ERRORS, "batched_powersgd")
 STATES = (*FEEDBACK, "scaled_fp16")

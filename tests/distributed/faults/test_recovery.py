@@ -138,7 +138,7 @@ def test_resynchronization_from_rank_1_gives_all_its_model_and_state(kind):
             exponent[0] += rank
     else:
         for each in [state, *getattr(state, "_states", {}).values()]:
-            each._continue_at(each.iter + 3 * rank)
+            each.iter += 3 * rank
         for tensor in tree_leaves(state.replicated_state()):
             if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
                 tensor.mul_(1 - rank / 4)

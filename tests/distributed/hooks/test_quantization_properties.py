@@ -98,7 +98,7 @@ class Run:
 
     def errors(self):
         """Of every rank, by parameter name."""
-        return [bucket.folded_errors() for bucket in self._buckets]
+        return [bucket.folded()["errors"] for bucket in self._buckets]
 
 
 def check_conservation(case, wire):

@@ -128,7 +128,7 @@ def test_errors_keep_their_scale_when_another_scaler_is_followed():
     scaler.scale = 1.0
     for other in (scaler, None, Scaler()):
         state.follow_scaler(other)
-        state._match_scale()
+        state.memory.match_scale()
         assert_same_bits(state.memory.residuals(), before)
 
 

@@ -203,7 +203,7 @@ def test_pickled_or_copied_state_keeps_options_and_memory_of_its_rank(kind, wrap
 def own_memory(state):
     if isinstance(state, ScaledCastState):
         return state.state_dict()
-    return {entry: copy.deepcopy(state.memory.tensors(entry)) for entry in state.memory.declared} | state._counts()
+    return {entry: copy.deepcopy(state.memory.tensors(entry)) for entry in state.memory.declared} | state._counts
 
 
 # --- prepared copies
