@@ -12,13 +12,13 @@ from typing import Annotated, Any
 
 import typer
 
-GRAPHS = "gradwire, cuda_graphs=True"  # of results from before steps were recorded
 from gradwire.bench.implementations import GRADWIRE, PYTORCH
 from gradwire.bench.record import Measured, Metric, Record, records_of, save
 from gradwire.bench.tables import Table, groups_of, median_of
 
 COMMAND = "python -m tools.gpu build/gpu_lane.jsonl --output bench/results/gpu.jsonl"
 COPY = "copy_"
+GRAPHS = "gradwire, cuda_graphs=True"  # of results from before steps were recorded
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
