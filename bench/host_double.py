@@ -21,18 +21,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from gradwire.bench.launch import LaunchError
-
 BACKEND = "gradwire_host"
 _CAPABILITY = (9, 0)  # an H100's
 
 
-def compiler() -> str:
-    """The path of the C compiler that Triton uses, too. Raises LaunchError if there is none."""
-    found = next(filter(None, map(shutil.which, filter(None, (os.environ.get("CC"), "gcc", "clang")))), None)
-    if found is None:
-        raise LaunchError("there is no C compiler. Install one (apt-get install gcc), or set CC to its path.", "")
-    return found
+def compilers() -> list[str]:
+    """The paths of C compilers, in the order in which Triton prefers them."""
+    return [path for name in (os.environ.get("CC"), "gcc", "clang") if name and (path := shutil.which(name))]
 
 
 class Device(str):
@@ -136,12 +131,12 @@ class Collectives(dist.ProcessGroup):
 
 
 class Driver:
-    """The driver that does nothing, compiled into ``folder`` and loaded before any other."""
+    """The driver that does nothing, compiled from libcuda.c into ``folder`` and loaded before any other."""
 
     def __init__(self, folder: Path) -> None:
         source, library = Path(__file__).with_name("libcuda.c"), folder / "libcuda.so.1"
         options = ["-shared", "-fPIC", "-O2", f"-Wl,-soname,{library.name}", "-o", str(library)]
-        subprocess.run([compiler(), *options, str(source)], check=True)
+        subprocess.run([compilers()[0], *options, str(source)], check=True)
         self._library = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
     def count(self, name: str) -> int:

@@ -37,7 +37,7 @@ class Metric(StrEnum):
     DIRECT_US = "host time per direct call (us)"
     CALLS = "calls per bucket"
     DRIVER_CALLS = "driver calls per bucket"
-    BUCKET_LAUNCHES = "launches per bucket"
+    LAUNCHES_PER_BUCKET = "Triton launches per bucket"
     OWN_MS = "own cost (ms)"
     EXPOSED_MS = "exposed time (ms)"
     TRAINING_S = "training time (s)"
