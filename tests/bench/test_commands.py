@@ -1,10 +1,12 @@
 """Short runs of the benchmark commands: each prints its tables and writes its results with their provenance."""
 
+import shutil
+
 import pytest
 from typer.testing import CliRunner
 
-from gradwire.bench import telemetry
-from gradwire.bench.implementations import GRADWIRE, PYTORCH
+from gradwire.bench import host_double, telemetry
+from gradwire.bench.implementations import GRADWIRE, GRADWIRE_ON_PYTORCH, PYTORCH
 from gradwire.bench.kernel_cases import COMPARED
 from gradwire.bench.kernels import COPY
 from gradwire.bench.record import Metric, load
@@ -26,6 +28,14 @@ def check_reducer(records):
     assert {(record.ranks, record.metric) for record in records} == {(2, Metric.BACKWARD_MS)}, "memory is the mlp's"
 
 
+def check_host(records):
+    found = {(r.implementation, r.metric): r.p50 for r in records}
+    assert found[GRADWIRE, Metric.LAUNCHES_PER_BUCKET] == found[GRADWIRE_ON_PYTORCH, Metric.LAUNCHES_PER_BUCKET] == 2
+    assert found[GRADWIRE, Metric.DRIVER_CALLS] >= 2 and found[PYTORCH, Metric.DRIVER_CALLS] == 0
+    for metric in (Metric.BUCKET_US, Metric.DIRECT_US, Metric.CALLS):
+        assert found[GRADWIRE, metric] > 0 and found[PYTORCH, metric] > 0
+
+
 def check_telemetry(records):
     assert {record["hook"] for record in records} == set(telemetry.HOOKS)
 
@@ -45,6 +55,10 @@ def check_rounding(records):
     ("command", "options", "printed", "check"),
     [
         ("bench kernels", "--models gpt2-124m --sizes 1 --rounds 2", "gpt2-124m, 1 MiB", check_kernels),
+        pytest.param(
+            *("bench host", "--hooks fp16 --steps 3", "Host time, no GPU", check_host),
+            marks=pytest.mark.skipif(not host_double.compilers(), reason="needs a C compiler"),
+        ),
         pytest.param(
             *(
                 "bench reducer",
@@ -80,3 +94,10 @@ def test_command_writes_the_results_it_prints(tmp_path, monkeypatch, command, op
     records = load(path)
     assert records[0].provenance["threads_per_process"] == 1
     check(records)
+
+
+def test_host_bench_without_a_compiler_names_the_remedy(monkeypatch):
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    done = CliRunner().invoke(app, ["bench", "host"])
+    assert done.exit_code == 1 and "no C compiler. Install gcc or clang, or set CC" in done.output
