@@ -162,8 +162,8 @@ def install(folder: Path) -> Driver:
     tensor.device, tensor.is_cuda = property(lambda self: DEVICE), property(lambda self: True)
     tensor.get_device = lambda self: 0
     tensor.record_stream = lambda self, stream: None
-    make_tensor: Any = torch.tensor
-    torch.tensor = lambda *data, pin_memory=False, **options: make_tensor(*data, **options)
+    make_empty: Any = torch.empty
+    torch.empty = lambda *sizes, pin_memory=False, **options: make_empty(*sizes, **options)
     future: Any = Future
     future.__init__ = lambda self, *, devices=None: bindings.Future.__init__(self, [])  # of a CPU, which has no streams
     dist.Backend.register_backend(BACKEND, Collectives, devices=["cpu", "cuda"])

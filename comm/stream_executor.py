@@ -14,8 +14,6 @@ from gradwire.comm.plan import Plan
 from gradwire.comm.torch_internals import (
     NO_BACKWARD,
     current_backward,
-    exchange_device,
-    maybe_exchange_device,
     profiler_range,
     queue_callback,
 )
@@ -134,7 +132,7 @@ class StreamExecutor(Executor):
         plan = flight.plan
         assert plan is not None
         calls, collective = plan.parts[flight.part]
-        device, before = exchange_device(self.index), torch.cuda.current_stream(self.index)
+        device, before = torch.cuda._exchange_device(self.index), torch.cuda.current_stream(self.index)
         try:
             if self._error is not None:
                 raise self._error
@@ -162,7 +160,7 @@ class StreamExecutor(Executor):
             flight.set_exception(error)
         finally:
             torch.cuda.set_stream(before)
-            maybe_exchange_device(device)
+            torch.cuda._maybe_exchange_device(device)
 
     def _advance(self, result: Result, begin: Callable[[], Driver[Any]] | None = None) -> None:
         """Enqueue kernels up to the next collective, and the collective; or to the end, and complete the future.

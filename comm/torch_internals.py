@@ -46,9 +46,6 @@ with private_names():
     current_backward: Callable[[], int] = torch._C._current_graph_task_id
     # Calls a function at the end of the running backward, after the functions queued before.
     queue_callback: Callable[[Callable[[], None]], None] = _engine.queue_callback
-    # Make another device current, and return the one before; the second does nothing for -1.
-    exchange_device: Callable[[int], int] = torch.cuda._exchange_device
-    maybe_exchange_device: Callable[[int], int] = torch.cuda._maybe_exchange_device
     _ATTRIBUTES = (
         bindings.AllgatherOptions,
         bindings.AllreduceOptions,
@@ -62,6 +59,8 @@ with private_names():
         dist.ProcessGroup._get_backend,
         dist.ProcessGroup.alltoall_base,
         torch._foreach_norm,
+        torch.cuda._exchange_device,
+        torch.cuda._maybe_exchange_device,
         torch.nn.Module().__dict__["_modules"],
         Tensor._indices,
         Tensor._values,

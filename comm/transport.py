@@ -237,7 +237,7 @@ class Transport:
         local_size: number of ranks on each node, if nodes have equally many and consecutive ones; else 1.
         round_trip: seconds of a round trip between the two ranks that are farthest apart; 0 if it is not known.
         n_passes: number of forward passes of the model so far, which messages with a header carry, so that the ranks
-            can compare it; 0 if it is not known.
+            can compare it; 0 if it is not known, -1 if messages do not carry it.
     """
 
     def __init__(self, world_size: int, rank: int = 0) -> None:

@@ -146,7 +146,7 @@ class QuantizedStep(NamedTuple):
         for section, source, _, errors, pending, _, _ in self.sections:
             kernels.quantize(source, section, message, scale, errors, pending, self.first_rounding, cleared)
             cleared = None  # no non-finite sum so far
-        if message.device.type == "cpu":
+        if transport.n_passes >= 0:
             message.view(torch.int32)[..., 1] = transport.n_passes  # in the headers of all cells
 
     def reduce(self, transport: Transport) -> None:

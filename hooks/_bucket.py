@@ -191,7 +191,7 @@ def reduce_bucket(
     device, position, is_final = bucket.device, bucket.position, bucket.is_final
     executor = connections.executor(device)
     transport, workspaces = executor.transport, executor.workspaces
-    n_passes = bucket.n_passes if device.type == "cpu" else 0  # on a GPU, the host would have to wait
+    n_passes = -1 if isinstance(executor, StreamExecutor) else bucket.n_passes  # on a GPU, the host would have to wait
     work: BucketWork | None = None
     if bucket.is_sparse:
         result = bucket.buffer()
