@@ -89,12 +89,18 @@ class StreamExecutor(Executor):
             flight.set_exception(self._error)
             return flight
         flight.plan, flight.value_of_replay = plan, value
-        plan.begin.record(torch.cuda.current_stream(self.index))
-        plan.begin.wait(self._kernels)
         before = self._enter(flight)
-        with profiler_range("gradwire::replay"):
-            self._replay_part(flight, refresh)
-        self._run_to_end(before)
+        device, current = torch.cuda._exchange_device(self.index), torch.cuda.current_stream(self.index)
+        try:
+            plan.begin.record(current)
+            plan.begin.wait(self._kernels)
+            torch.cuda.set_stream(self._kernels)
+            with profiler_range("gradwire::replay"):
+                self._replay_part(flight, refresh)
+            self._run_to_end(before)
+        finally:
+            torch.cuda.set_stream(current)
+            torch.cuda._maybe_exchange_device(device)
         return flight
 
     def _enter(self, flight: Result | Handle) -> Result | Handle | None:
@@ -109,7 +115,13 @@ class StreamExecutor(Executor):
 
     def finish(self) -> None:  # noqa: D102
         latest, self._latest = self._latest, None
-        self._run_to_end(latest)
+        if latest is not None:
+            device, current = torch.cuda._exchange_device(self.index), torch.cuda.current_stream(self.index)
+            try:
+                self._run_to_end(latest)
+            finally:
+                torch.cuda.set_stream(current)
+                torch.cuda._maybe_exchange_device(device)
         self._n_submitted = 0  # a bucket usually gets the same workspace in each step, so cached views fit
 
     def close(self, timeout: float) -> None:  # noqa: D102
@@ -120,6 +132,7 @@ class StreamExecutor(Executor):
         self.finish()
 
     def _run_to_end(self, flight: Result | Handle | None) -> None:
+        """Enqueue the rest of a task. The current stream may be another one afterwards."""
         if flight is None:
             return
         while flight.plan is not None:
@@ -128,26 +141,26 @@ class StreamExecutor(Executor):
             self._advance(flight)
 
     def _replay_part(self, flight: Result | Handle, refresh: Callable[[], None] | None = None) -> None:
-        """Enqueue the launches of a part, and its collective; or the last part, and complete ``flight``."""
+        """Enqueue the launches of a part, and its collective; or the last part, and complete ``flight``.
+
+        Launches name their stream, so the current one matters only to ``refresh``.
+        """
         plan = flight.plan
         assert plan is not None
-        calls, collective = plan.parts[flight.part]
-        device, before = torch.cuda._exchange_device(self.index), torch.cuda.current_stream(self.index)
         try:
             if self._error is not None:
                 raise self._error
-            torch.cuda.set_stream(self._kernels)
             if refresh is not None:
                 refresh()
             else:
                 plan.done.wait(self._kernels)
+            calls, collective = plan.parts[flight.part]
             for call in calls:
                 call()
             flight.part += 1
             if collective is None:
                 flight.plan = None
-                plan.ended.record(self._kernels)
-                flight.complete(plan.ended)
+                flight.complete(plan.ended, self._kernels)
                 return
             plan.sent.record(self._kernels)
             plan.sent.wait(self._collectives)
@@ -158,9 +171,6 @@ class StreamExecutor(Executor):
             self._error = self._error or error
             flight.plan = None
             flight.set_exception(error)
-        finally:
-            torch.cuda.set_stream(before)
-            torch.cuda._maybe_exchange_device(device)
 
     def _advance(self, result: Result, begin: Callable[[], Driver[Any]] | None = None) -> None:
         """Enqueue kernels up to the next collective, and the collective; or to the end, and complete the future.
@@ -224,8 +234,9 @@ class Handle:
         self.part = 0
         self.driver = None
 
-    def complete(self, ended: torch.cuda.Event) -> None:
-        """Note that all of the task is enqueued."""
+    def complete(self, ended: torch.cuda.Event, kernels: torch.cuda.Stream) -> None:
+        """Note that all of the task is enqueued on the stream ``kernels``."""
+        ended.record(kernels)
         self._ended = ended
 
     def set_exception(self, error: Exception) -> None:
@@ -272,8 +283,9 @@ class Result(Future[Any]):
         super().__init__(devices=list(devices))
         self._executor = executor
 
-    def complete(self, ended: torch.cuda.Event) -> None:
+    def complete(self, ended: torch.cuda.Event, kernels: torch.cuda.Stream) -> None:
         """Set the result of a replayed task, in its stream."""
+        torch.cuda.set_stream(kernels)
         self.set_result(self.value_of_replay)
 
     def done(self) -> bool:  # noqa: D102

@@ -17,8 +17,11 @@ def is_capturing(device: torch.device) -> bool:
         return True
     if device.type != "cuda":
         return False
-    with torch.cuda.device(device.index):  # the call asks about the current device
+    before = torch.cuda._exchange_device(device.index)  # the call asks about the current device
+    try:
         return torch.cuda.is_current_stream_capturing()
+    finally:
+        torch.cuda._maybe_exchange_device(before)
 
 
 def pinned(numbers: Sequence[int], device: torch.device) -> Tensor:

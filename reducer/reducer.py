@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from enum import Enum
 from itertools import chain
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -350,15 +350,10 @@ class Reducer:
         try:
             if torch.is_grad_enabled():
                 warnings.warn(errors.CREATE_GRAPH, stacklevel=2)
-            with profiler_range(f"gradwire::launch bucket {index}"), torch.no_grad():
-                bucket.divisor, bucket.n_passes = self._divisor, self.exchange.n_passes
-                is_used = self._used.local
-                may_leave_out = self._backward.may_leave_out
-                unused = [k for k, i in enumerate(bucket.members) if not is_used[i]] if may_leave_out else []
-                shared = set(chain.from_iterable(self._shared_with.values())) if self._shared_with else ()
-                positions = [k for k, i in enumerate(bucket.members) if i in shared] if shared else []
-                bucket.collect(self.hook.is_zero_copy, unused, positions, self._incoming)
-                future = self._run_comm_hook(bucket)
+                with torch.no_grad():
+                    future = self._collect_and_reduce(bucket)
+            else:
+                future = self._collect_and_reduce(bucket)
             if type(future) is not Handle and not isinstance(future, torch_internals.AnyFuture):
                 raise RuntimeError(errors.NO_FUTURE.format(kind=type(future)))
             self._backward.futures[index] = future
@@ -366,12 +361,26 @@ class Reducer:
             self._leave_after(error, f"the communication hook of bucket {index}")
             raise
 
-    def _run_comm_hook(self, bucket: Bucket) -> Future[Tensor] | Handle:
+    def _collect_and_reduce(self, bucket: Bucket) -> Future[Tensor] | Handle:
+        """Collect the gradients of a bucket, and run the hook on it, or repeat a recorded step of the hook."""
+        with profiler_range(bucket.launch_range):
+            backward, hook, exchange = self._backward, self.hook, self.exchange
+            bucket.divisor, bucket.n_passes = self._divisor, exchange.n_passes
+            is_used = self._used.local
+            unused = [k for k, i in enumerate(bucket.members) if not is_used[i]] if backward.may_leave_out else ()
+            positions: Sequence[int] = ()
+            if self._shared_with:
+                shared = set(chain.from_iterable(self._shared_with.values()))
+                positions = [k for k, i in enumerate(bucket.members) if i in shared]
+            bucket.collect(hook.is_zero_copy, unused, positions, self._incoming)
+            if hook.is_own and bucket.plans is not None:
+                handle = bucket.plans.replay(bucket, exchange.connections)
+                if handle is not None:
+                    return handle
+            return self._run_comm_hook(bucket)
+
+    def _run_comm_hook(self, bucket: Bucket) -> Future[Tensor]:
         exchange, hook = self.exchange, self.hook
-        if hook.is_own and bucket.plans is not None:
-            handle = bucket.plans.replay(bucket, exchange.connections)
-            if handle is not None:
-                return handle
         bucket.process_group, bucket.model_number = exchange.process_group, exchange.number
         bucket.note_use = exchange.note_use if hook.has_groups else None
         return hook.function(hook.state, bucket)
@@ -661,7 +670,7 @@ class Reducer:
                 self._all_reduce(torch.zeros_like(self.delayed.buffer))
             exchange.connections.finish()
             for bucket, future in zip(buckets, futures, strict=True):
-                value: Any = wait_for(cast("Future[Any]", future), exchange.check_in_step)
+                value: Any = wait_for(future, exchange.check_in_step)
                 if unused.intersection(bucket.parameter_names()):  # nothing of them is applied on any rank
                     self._take_back(bucket, value if isinstance(value, Tensor) else value[0], unused)
         exchange.connections.end_exchange(self)
