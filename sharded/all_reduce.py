@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -29,30 +29,39 @@ class ShardBucket(Bucket):
     It is to FSDP2 what `gradwire.reducer.bucket.DenseBucket` is to gradwire's DDP. FSDP2 has collected the gradients in
     one flat tensor, whose shards are padded along dimension 0; the bucket has a view of it for each parameter.
 
+    Args:
+        parameters: FSDP2's parameters by name, in the order of the flat tensor. One has elements on this rank, or more.
+        dtype: dtype of the flat tensor.
+        device: its device.
+        replicas: the ranks that hold the same shards.
+
     Attributes:
-        process_group: the replicas of this shard.
         numel: number of elements of the flat tensor, padding included.
     """
 
     def __init__(
-        self,
-        names: Sequence[str],
-        layouts: Sequence[Tensor],
-        offsets: Sequence[int],
-        numel: int,
-        group: dist.ProcessGroup,
+        self, parameters: Mapping[str, Any], dtype: torch.dtype, device: torch.device, replicas: dist.ProcessGroup
     ) -> None:
-        self._names, self._layouts = list(names), list(layouts)
-        self._offsets = offsets
+        self.numel = 0
+        self._names: list[str] = []
+        self._layouts: list[Tensor] = []
+        self._offsets: list[int] = []
+        for name, parameter in parameters.items():
+            size, stride = parameter.sharded_size, parameter.contiguous_sharded_stride
+            if size.numel() > 0:  # a shard is empty if dimension 0 has fewer rows than there are shards
+                layout = torch.empty_strided(size, stride, dtype=dtype, device=device)
+                layout.untyped_storage().resize_(0)
+                self._names.append(name)
+                self._layouts.append(layout)
+                self._offsets.append(self.numel)
+            self.numel += parameter.padded_sharded_param_size.numel()
         self._table = SegmentTable(self._layouts)
         self._flat: Tensor | None = None
         self.position, self.is_final, self.zero_copy = 0, False, True
-        self.device, self.dtype = layouts[0].device, layouts[0].dtype.to_real()
-        self.names = tuple(map(plain_name, names))
-        self.numel = numel
-        self.process_group = group
+        self.device, self.dtype, self.process_group = device, dtype.to_real(), replicas
+        self.names = tuple(map(plain_name, self._names))
         self.first, self.model_parameters = self._layouts[0], self._layouts
-        self.layouts = [(layout.shape, layout.stride()) for layout in layouts]
+        self.layouts = [(layout.shape, layout.stride()) for layout in self._layouts]
 
     def collect(self, flat: Tensor, position: int, is_last: bool, zero_copy: bool) -> None:
         """Hold the gradients of a backward, the bucket number ``position`` of it."""
@@ -201,24 +210,9 @@ class ReplicaGroup(dist.ProcessGroup):
 
     def bucket(self, dtype: torch.dtype) -> ShardBucket | None:
         """Shards of the trainable parameters, in ``dtype``; None if this rank has none, or their order is unknown."""
-        found = self._group.trainable()
-        key = (dtype, None if found is None else tuple(found))
+        found = self._group.trainable() or {}
+        key = (dtype, tuple(found))
         if key not in self._buckets:
-            self._buckets[key] = self._new_bucket(found or {}, dtype)
+            has_elements = any(each.sharded_size.numel() > 0 for each in found.values())
+            self._buckets[key] = ShardBucket(found, dtype, self._group.device, self.replicas) if has_elements else None
         return self._buckets[key]
-
-    def _new_bucket(self, parameters: Mapping[str, Any], dtype: torch.dtype) -> ShardBucket | None:
-        layouts, offsets, numel = {}, [], 0
-        for name, parameter in parameters.items():
-            size = parameter.sharded_size
-            if size.numel() > 0:  # a shard is empty if dimension 0 has fewer rows than there are shards
-                layout = torch.empty_strided(
-                    size, parameter.contiguous_sharded_stride, dtype=dtype, device=self._group.device
-                )
-                layout.untyped_storage().resize_(0)
-                layouts[name] = layout
-                offsets.append(numel)
-            numel += parameter.padded_sharded_param_size.numel()
-        if not layouts:
-            return None
-        return ShardBucket(list(layouts), list(layouts.values()), offsets, numel, self.replicas)

@@ -45,7 +45,7 @@ class Attachment:
         self.state = state
         self.report = report
         self.step_ends = exchange.step_ends if exchange is not None else []
-        self._model, self._groups, self._exchange = model, groups, exchange  # None and none for DDP
+        self._model, self._groups, self._exchange = model, groups, exchange  # of FSDP2 only
         found = [group.reduce_scatter for group in groups]
         self._reduce_scatters = [each for each in found if isinstance(each, QuantizedReduceScatter)]
         self._with_errors = [each for each in self._reduce_scatters if each.has_errors]
