@@ -184,7 +184,7 @@ def reduce_bucket(
     """
     device, position, is_final = bucket.device, bucket.position, bucket.is_final
     executor = connections.executor(device)
-    transport, workspaces = executor.transport, executor.workspaces
+    transport = executor.transport
     n_passes = bucket.n_passes if device.type == "cpu" else 0  # on a GPU, the host would have to wait
     work: BucketWork | None = None
     if bucket.is_sparse:
@@ -199,8 +199,7 @@ def reduce_bucket(
 
     def begin(workspace: Workspace) -> Algorithm[Any]:
         if position == 0:
-            for each in workspaces:
-                each.start_step()
+            executor.start_step()
         transport.n_passes = n_passes
         steps: Algorithm[Any]
         if work is None:

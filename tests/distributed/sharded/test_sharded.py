@@ -279,8 +279,7 @@ def test_attach_refuses_models_without_replicas_and_a_second_hook():
     model = sharded("hsdp")
     gradwire.attach(model, QuantizationState())
     assert "attached to this model already" in message_of(gradwire.attach, model, QuantizationState())
-    group, mesh_info, native = gradwire.attach(part := sharded("fsdp"), within="bf16")._groups[0]
-    torch_internals.restore(group, mesh_info, native)  # now the others only are compressed
+    gradwire.attach(part := sharded("fsdp"), within="bf16")._groups[0].restore()  # the others stay compressed
     assert "attached to this model already" in message_of(gradwire.attach, part, within="bf16")
     assert "attach(model, state, hook)" in message_of(gradwire.attach, sharded("hsdp"), CastState())
     assert "neither a state nor within" in message_of(gradwire.attach, sharded("hsdp"))
@@ -341,7 +340,7 @@ def test_model_attached_when_its_root_is_initialized_trains_like_one_attached_be
 def test_private_name_that_pytorch_lacks_is_named_with_the_remedy_at_attach():
     model = sharded("hsdp")
     state = model._get_fsdp_state()
-    (group, *_) = torch_internals.parameter_groups(model)
+    group = next(torch_internals.parameter_groups(model))._group
     names = [
         (state, "_is_root"),
         (state._state_ctx, "post_backward_final_callback_queued"),
