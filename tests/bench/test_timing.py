@@ -11,7 +11,7 @@ import torch
 
 from gradwire.bench import record, timing
 from gradwire.bench.launch import HERE, LaunchError, launch
-from gradwire.bench.record import Measured, Record, load, provenance, replacing, save
+from gradwire.bench.record import Measured, Record, load, provenance, save
 from gradwire.bench.timing import BackgroundLoad, in_turn
 
 
@@ -109,16 +109,6 @@ def test_records_survive_a_round_trip_through_a_file(tmp_path):
     with pytest.raises(TypeError):
         save([made_up(p50=object())], path)
     assert load(path) == records
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_file_is_replaced_whole_or_not_at_all(tmp_path):
-    path = tmp_path / "file"
-    path.write_text("old")
-    with pytest.raises(KeyboardInterrupt), replacing(path) as partial:
-        partial.write_text("ne")
-        raise KeyboardInterrupt
-    assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 
 

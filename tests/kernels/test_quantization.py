@@ -287,17 +287,6 @@ def test_sent_plus_pending_is_the_value_to_the_bit(wire, kind, device):
     assert not pending[12289:].any(), "missing elements have no error"
 
 
-@pytest.mark.parametrize("wire", FORMATS)
-def test_negative_zeros_match_reference(wire, device):
-    case = Exchange(wire, layouts=(Layout((256,), (1,)),), world_size=1)
-    values = torch.randn(256)
-    values[::2] = -0.0
-    values[64:128] = -0.0
-    errors = [torch.full((256,), -0.0, device=device)]
-    both = [exchange(case, f, device, gradients=[[values]], errors=errors) for f in (PUBLIC, REFERENCE)]
-    assert_same_outcome(*both, case)
-
-
 @pytest.mark.parametrize("wire", [f for f in FORMATS if f not in ODD_FORMATS])
 def test_zeros_stay_zeros(wire, device):
     values = torch.randn(6400)

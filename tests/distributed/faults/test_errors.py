@@ -197,22 +197,6 @@ def test_training_resynchronized_after_failed_backward_continues(where, view):
 
 
 @on_ranks(2, 3)
-def test_hooks_with_string_annotations_are_accepted():
-    namespace = {"torch": torch, "dist": dist, "ours": default_hooks}
-    exec(
-        "from __future__ import annotations\n"
-        "def hook(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:\n"
-        "    return ours.allreduce_hook(state, bucket)\n",
-        namespace,
-    )
-    theirs, ours = (
-        error_of(each(build("mlp")).register_comm_hook, None, namespace["hook"]) for each in WRAPPERS.values()
-    )
-    assert ours is None
-    assert theirs[0] == "ValueError"
-
-
-@on_ranks(2, 3)
 def test_python_reducer_raises_not_implemented_error():
     with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
         kind, text = error_of(DDP, build("mlp"))

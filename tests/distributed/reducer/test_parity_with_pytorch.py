@@ -60,27 +60,6 @@ def test_law4_assigned_gradients_of_odd_strides_match_pytorch(model, view, set_t
     assert_parity(train, model=model, prepare=assign_odd_gradients, **options)
 
 
-def identity_of_assigned_gradients(wrapper, view):
-    """Whether each tensor that a user assigned still is the gradient, and whether it has its values."""
-    module = build("mlp")
-    ddp = WRAPPERS[wrapper](module, gradient_as_bucket_view=view, bucket_cap_mb=SMALL)
-    kept = []
-    for _ in range(3):
-        assigned = [torch.zeros_like(parameter) for parameter in module.parameters()]
-        for parameter, gradient in zip(module.parameters(), assigned, strict=True):
-            parameter.grad = gradient
-        ddp(torch.ones(2, 11) * dist.get_rank()).backward()
-        for parameter, gradient in zip(module.parameters(), assigned, strict=True):
-            kept.append((parameter.grad is gradient, torch.equal(parameter.grad, gradient)))
-    return kept
-
-
-@views
-@on_ranks(2, 3)
-def test_law4_assigned_gradients_stay_the_users_tensors_as_in_pytorch(view):
-    assert_parity(identity_of_assigned_gradients, view=view)
-
-
 class Undefined(torch.autograd.Function):
     """Gives its second argument no gradient."""
 
