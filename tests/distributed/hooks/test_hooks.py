@@ -55,25 +55,10 @@ def wrapping_hook(state, bucket):
     return default_hooks.fp16_compress_hook(state, bucket).then(lambda future: future.value() * 3)
 
 
-def in_place_then_hook(state, bucket):
-    """Changes what gradwire's hook returns, and returns a view of it."""
-    return default_hooks.fp16_compress_hook(state, bucket).then(lambda future: future.value().add_(1).view(-1))
-
-
 def set_buffer_hook(state, bucket):
     """Lets the hook inside work on a buffer of its own."""
     bucket.set_buffer(bucket.buffer() * 2)
     return default_hooks.fp16_compress_hook(state, bucket)
-
-
-def reading_hook(state, bucket):
-    """Only looks at everything that a bucket offers."""
-    assert len(bucket.gradients()) == len(bucket.parameters())
-    for gradient, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True):
-        assert gradient.shape == parameter.shape
-    total = sum(gradient.numel() for gradient in bucket.gradients())
-    assert total == bucket.buffer().numel()
-    return torch_debugging.noop_hook(state, bucket)
 
 
 def alone():
@@ -92,9 +77,7 @@ WRITTEN_FOR_PYTORCH = {
     "other_dtype": lambda: (None, other_dtype_hook),
     "then": lambda: (None, scaled_then_hook),
     "wraps": lambda: (None, wrapping_hook),
-    "in_place_then": lambda: (None, in_place_then_hook),
     "set_buffer": lambda: (None, set_buffer_hook),
-    "reading": lambda: (None, reading_hook),
     "pytorchs_wrapper_of_ours": lambda: (None, torch_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)),
     "our_wrapper_of_a_users": lambda: (None, default_hooks.bf16_compress_wrapper(in_place_halving_hook)),
     "our_wrapper_of_our_wrapper": lambda: (
