@@ -3,13 +3,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gradwire.kernels import (
-    SegmentTable,
-    flatten,
-    flatten_reference,
-    segment_table,
-    unflatten,
-)
+from gradwire.kernels import SegmentTable, flatten, flatten_reference, segment_table, unflatten
 from gradwire.kernels.segment_table import CPU_BLOCK_NUMEL
 from tests.kernels.cases import (
     LIMITS,

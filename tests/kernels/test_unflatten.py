@@ -68,12 +68,7 @@ def check(case, wire_dtype, target, device, *, scale, absmax, in_table=True):
 @pytest.mark.parametrize("wire", WIRES, ids=name)
 @pytest.mark.parametrize("target", SOURCES, ids=name)
 @PROPERTY
-@given(
-    case=cases(),
-    scale=SCALES,
-    absmax=st.sampled_from((None, 0.0, 0.0, 1.0, 1e30, INF, NAN)),
-    shape=SCALE_SHAPES,
-)
+@given(case=cases(), scale=SCALES, absmax=st.sampled_from((None, 0.0, 0.0, 1.0, 1e30, INF, NAN)), shape=SCALE_SHAPES)
 def test_unflatten_matches_reference_and_oracle(target, wire, device, case, scale, absmax, shape):
     check(case, wire, target, device, scale=scale_of_shape(scale, shape, device), absmax=absmax)
 

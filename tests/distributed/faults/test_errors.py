@@ -75,10 +75,7 @@ FAULTS = {
     "returns too much": (reduced(lambda future: future.value().repeat(2)), "elements"),
     "future fails": (failed, "from the future"),
     "callback fails": (reduced(lambda future: raise_fault("from the callback")), "from the callback"),
-    "algorithm fails": (
-        lambda state, bucket: failing_hook(state, bucket),
-        "from the worker",
-    ),
+    "algorithm fails": (lambda state, bucket: failing_hook(state, bucket), "from the worker"),
     "future holds nonsense": (with_nonsense, ""),
 }
 

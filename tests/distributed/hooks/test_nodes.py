@@ -17,15 +17,7 @@ from gradwire.testing import check_laws
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
 from tests.support.ranks import from_all_ranks, on_ranks
 from tests.support.states import Ledger, Training
-from tests.support.training import (
-    SMALL,
-    WRAPPERS,
-    build,
-    gradients,
-    own_batches,
-    register,
-    train_steps,
-)
+from tests.support.training import SMALL, WRAPPERS, build, gradients, own_batches, register, train_steps
 
 CPU = torch.device("cpu")
 wrappers = pytest.mark.parametrize("wrapper", WRAPPERS)

@@ -12,15 +12,7 @@ from gradwire.hooks.quantization_hooks import QuantizationState, quantization_ho
 from gradwire.kernels import WIRE_FORMATS
 from tests.support.bits import assert_same_bits
 from tests.support.states import Ledger
-from tests.support.training import (
-    SMALL,
-    SMALLEST,
-    WRAPPERS,
-    build,
-    gradients,
-    register,
-    train,
-)
+from tests.support.training import SMALL, SMALLEST, WRAPPERS, build, gradients, register, train
 from tests.support.zoo import Probe
 
 QUICK = ("int4", "sign")

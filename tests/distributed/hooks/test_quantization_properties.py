@@ -65,10 +65,7 @@ class Run:
     def __init__(self, case, wire, *, world_size, pieces, block_size, feedback):
         self._case, self._ranks = case, range(world_size)
         self._transports = [SimulatedTransport(world_size, rank, pieces) for rank in self._ranks]
-        options = Quantization(
-            block_size=block_size,
-            error_dtype=torch.float32 if feedback else None,
-        )
+        options = Quantization(block_size=block_size, error_dtype=torch.float32 if feedback else None)
         layouts, formats = self.gradients(0)[0], [WIRE_FORMATS[wire]] * len(case.parameters)
         self._buckets = [
             QuantizedBucket(layouts, formats, transport, options, names=case.names) for transport in self._transports
