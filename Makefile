@@ -9,7 +9,7 @@ export PYTHONSAFEPATH := 1
 # which make would start a shell, and a shell does not pass on SIGTERM.
 TOOL := env PYTHONSAFEPATH= $(BIN)/python -m tools
 
-.PHONY: install check format docs test test-slow random mutants faults soak test-integrations test-triton36 test-matrix conformance demo bench-kernels bench-rounding bench-telemetry bench-reducer bench-hooks bench-network bench-nodes bench-advise bench-converge bench pages gpu gpu-rehearsal wheel clean
+.PHONY: install check format docs test test-slow random mutants faults soak test-integrations test-triton36 test-matrix conformance demo bench-kernels bench-rounding bench-telemetry bench-reducer bench-hooks bench-host bench-network bench-nodes bench-advise bench-converge bench pages gpu gpu-rehearsal wheel clean
 
 install: .venv/.installed
 
@@ -127,6 +127,10 @@ bench-reducer: install
 bench-hooks: install
 	$(BIN)/gradwire bench hooks
 
+# The host's part of a step on a GPU, measured without a GPU: needs a C compiler.
+bench-host: install
+	$(BIN)/gradwire bench host
+
 # Step times between two network namespaces: needs root.
 bench-network: install
 	$(BIN)/gradwire bench network
@@ -152,6 +156,7 @@ bench: install
 	$(BIN)/gradwire bench telemetry --output bench/results/telemetry.jsonl
 	$(BIN)/gradwire bench reducer --output bench/results/reducer.jsonl
 	$(BIN)/gradwire bench hooks --output bench/results/hooks.jsonl
+	$(BIN)/gradwire bench host --output bench/results/host.jsonl
 	$(BIN)/gradwire bench network --output bench/results/network.jsonl
 	$(BIN)/gradwire bench nodes --output bench/results/nodes.jsonl
 	$(TOOL).validate advise --output bench/results/advise.jsonl

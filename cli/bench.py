@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from gradwire.bench import converge, demo, kernels, network, nodes, reducer, telemetry
+from gradwire.bench import converge, demo, host, kernels, network, nodes, reducer, telemetry
 from gradwire.bench import hooks as hook_bench
 from gradwire.bench.models import MODELS
 from gradwire.bench.record import Measured, Record, RecordError, load
@@ -46,7 +46,7 @@ bench = typer.Typer(
 )
 TABLES: dict[str, Callable[[Sequence[Record]], list[Table]]] = {
     module.__name__.rpartition(".")[2]: module.tables
-    for module in (demo, network, nodes, converge, hook_bench, reducer, kernels, telemetry)
+    for module in (demo, network, nodes, converge, hook_bench, host, reducer, kernels, telemetry)
 }
 _LOOPBACK_SETS = ("rate", "rates", "delay")
 
@@ -130,6 +130,21 @@ def bench_hooks(
     device = bench_device()
     names, sizes = parse_hooks(hooks, HOOKS), parse_ranks(ranks, device)
     _run(context, partial(hook_bench.measure, names, sizes, steps, threads), output, device, threads)
+
+
+@_command("host", quick={"hooks": "none,fp16,int4", "steps": 20}, hooks=HOOKS)
+def bench_host(
+    context: typer.Context,
+    steps: Annotated[int, number("Timed steps per hook and DDP.")] = 60,
+    hooks: HooksOption = ", ".join(host.DEFAULT_HOOKS),
+    quick: QuickOption = False,
+    output: OutputOption = None,
+) -> None:
+    """Time the host in steps on a GPU, without a GPU: every hook on both DDPs against PyTorch's fp16 hook.
+
+    Kernels, streams and collectives do nothing; all else runs as on a GPU. Needs Linux and a C compiler.
+    """
+    _run(context, partial(host.measure, parse_hooks(hooks, HOOKS), steps), output)
 
 
 @_command("telemetry")

@@ -80,7 +80,7 @@ def ratios(records: Iterable[Record]) -> Iterator[tuple[str, float]]:
     for record in listed:
         if record.metric == Metric.VS_GRADWIRE and record.implementation != GRADWIRE and record.p50:
             yield f"{_name(record)}: {GRADWIRE} to {record.implementation}", 1 / record.p50
-    timed = [record for record in listed if record.metric in (Metric.STEP_MS, Metric.BACKWARD_MS)]
+    timed = [record for record in listed if record.metric in (Metric.STEP_MS, Metric.BACKWARD_MS, Metric.BUCKET_US)]
     yield from _to_pytorch([*timed, *_medians_to_target(listed)])
 
 

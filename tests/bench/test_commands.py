@@ -1,10 +1,13 @@
 """Short runs of the benchmark commands: each prints its tables and writes its results with their provenance."""
 
+import shutil
+
 import pytest
 from typer.testing import CliRunner
 
-from gradwire.bench import telemetry
-from gradwire.bench.record import load
+from gradwire.bench import host_double, telemetry
+from gradwire.bench.implementations import GRADWIRE, GRADWIRE_ON_PYTORCH, PYTORCH
+from gradwire.bench.record import Metric, load
 from gradwire.bench.reducer import REDUCERS
 from gradwire.bench.shapes import SHAPES
 from gradwire.cli.app import app
@@ -51,3 +54,22 @@ def test_command_writes_the_results_it_prints(tmp_path, monkeypatch, name):
     assert records[0].provenance["threads_per_process"] == 1
     found = {record[key] for record in records if key in record.case}
     assert found == values if values is not None else len(found) > 3
+
+
+@pytest.mark.skipif(not host_double.compilers(), reason="needs a C compiler")
+def test_host_bench_times_and_counts_a_bucket(tmp_path):
+    path = tmp_path / "results.jsonl"
+    done = CliRunner().invoke(app, ["bench", "host", "--hooks", "fp16", "--steps", "3", "--output", str(path)])
+    assert done.exit_code == 0 and "Host time, no GPU" in done.output, done.output
+    found = {(record.implementation, record.metric): record.p50 for record in load(path)}
+    assert found[GRADWIRE, Metric.LAUNCHES_PER_BUCKET] == found[GRADWIRE_ON_PYTORCH, Metric.LAUNCHES_PER_BUCKET] == 2
+    assert found[GRADWIRE, Metric.DRIVER_CALLS] >= 2 and found[PYTORCH, Metric.DRIVER_CALLS] == 0
+    for metric in (Metric.BUCKET_US, Metric.DIRECT_US, Metric.CALLS):
+        assert found[GRADWIRE, metric] > 0 and found[PYTORCH, metric] > 0
+
+
+def test_host_bench_without_a_compiler_names_the_remedy(monkeypatch):
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    done = CliRunner().invoke(app, ["bench", "host"])
+    assert done.exit_code == 1 and "no C compiler. Install gcc or clang, or set CC" in done.output
