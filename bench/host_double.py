@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.futures import Future
 
 BACKEND = "gradwire_host"
-_CAPABILITY = (9, 0)  # an H100's
 
 
 def compilers() -> list[str]:
@@ -47,8 +46,6 @@ class Event:
 
     def wait(self, stream: Any = None) -> None: ...
 
-    def synchronize(self) -> None: ...
-
     def query(self) -> bool:
         return True
 
@@ -60,7 +57,6 @@ class Stream:
     """A stream with the Python code of `torch.cuda.Stream`."""
 
     cuda_stream = stream_id = device_index = 0
-    device = DEVICE
 
     def __init__(self, *arguments: Any, **options: Any) -> None: ...
 
@@ -75,8 +71,6 @@ class Stream:
             event = Event()
         event.record(self)
         return event
-
-    def synchronize(self) -> None: ...
 
 
 class Collectives(dist.ProcessGroup):
@@ -100,9 +94,6 @@ class Collectives(dist.ProcessGroup):
 
     def setGroupName(self, name: str) -> None:
         self._name = name
-
-    def getGroupDesc(self) -> str:
-        return ""
 
     def setGroupDesc(self, description: str) -> None: ...
 
@@ -151,9 +142,9 @@ def install(folder: Path) -> Driver:
     cuda: Any = torch.cuda
     cuda.Event, cuda.Stream = Event, Stream
     cuda.is_available = lambda: True
-    cuda.get_device_capability = lambda device=None: _CAPABILITY
+    cuda.get_device_capability = lambda device=None: (9, 0)  # an H100's
     cuda.current_device = cuda._exchange_device = cuda._maybe_exchange_device = lambda *_: 0
-    cuda.set_device = cuda.set_stream = cuda.synchronize = lambda *_: None
+    cuda.set_device = cuda.set_stream = lambda *_: None
     cuda.current_stream = lambda device=None: Stream(stream_id=0, device_index=0, device_type=1)
     cuda.is_current_stream_capturing = lambda: False
     bindings: Any = torch._C
@@ -165,6 +156,6 @@ def install(folder: Path) -> Driver:
     make_empty: Any = torch.empty
     torch.empty = lambda *sizes, pin_memory=False, **options: make_empty(*sizes, **options)
     future: Any = Future
-    future.__init__ = lambda self, *, devices=None: bindings.Future.__init__(self, [])  # of a CPU, which has no streams
+    future.__init__ = lambda self, *, devices=None: bindings.Future.__init__(self, [])
     dist.Backend.register_backend(BACKEND, Collectives, devices=["cpu", "cuda"])
     return driver

@@ -42,7 +42,7 @@ from gradwire.planner.recommend import advise
 from gradwire.planner.script_probe import STEPS, ScriptProbe
 from gradwire.sharded import ReduceScatterOptions, attach
 from gradwire.sharded.attachment import is_attached
-from gradwire.sharded.torch_internals import on_root_init, parameter_groups, replica_group
+from gradwire.sharded.torch_internals import on_root_init, parameter_groups
 
 AUTO = "auto"
 CHOICES = (AUTO, *(name for name in HOOKS if name not in ("none", "noop", "allreduce")))
@@ -217,7 +217,7 @@ class ShardedCompression(Compression):
         if self.is_scripts:
             self.release()
             return
-        if any(replica_group(group) is not None for group in parameter_groups(model)):
+        if any(group.replicas is not None for group in parameter_groups(model)):
             attachment = attach(model, self._state, self._hook)
             self._state = attachment.state
         else:

@@ -205,8 +205,7 @@ class Connections:
     def start_step(self) -> None:
         """Mark the start of a step whose first bucket no executor gets; see `Workspace.start_step`."""
         for executor in self._executors.values():
-            for workspace in executor.workspaces:
-                workspace.start_step()
+            executor.start_step()
 
     def _duplicate_group(self, purpose: str, check: Callable[[], None] | None = None) -> dist.ProcessGroup:
         if not self._is_connecting.acquire(blocking=False):

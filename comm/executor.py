@@ -149,6 +149,11 @@ class Executor:
         """Queue a task; its future gets the result or the exception."""
         raise NotImplementedError
 
+    def start_step(self) -> None:
+        """Mark the start of a step in all workspaces; see `Workspace.start_step`."""
+        for workspace in self.workspaces:
+            workspace.start_step()
+
     def finish(self) -> None:
         """Enqueue the rest of all tasks, so that their futures complete without being asked."""
 

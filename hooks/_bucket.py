@@ -190,7 +190,7 @@ def reduce_bucket(
     name, telemetry = settings.hook_name, settings.telemetry
     device, position, is_final = bucket.device, bucket.position, bucket.is_final
     executor = connections.executor(device)
-    transport, workspaces = executor.transport, executor.workspaces
+    transport = executor.transport
     n_passes = -1 if isinstance(executor, StreamExecutor) else bucket.n_passes  # on a GPU, the host would have to wait
     work: BucketWork | None = None
     if bucket.is_sparse:
@@ -204,8 +204,7 @@ def reduce_bucket(
 
     def begin(workspace: Workspace) -> Algorithm[Any]:
         if position == 0:
-            for each in workspaces:
-                each.start_step()
+            executor.start_step()
         transport.n_passes = n_passes
         steps: Algorithm[Any]
         if work is None:

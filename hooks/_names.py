@@ -21,68 +21,6 @@ NUMBERED = "parameter."
 _WRAPPED = frozenset(("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"))
 
 
-def is_number(name: str) -> bool:
-    """Whether ``name`` numbers a parameter in the order of first appearance (``parameter.0``)."""
-    return name.startswith(NUMBERED) and name.removeprefix(NUMBERED).isdecimal()
-
-
-@functools.cache
-def plain_name(name: str) -> str:
-    """A parameter's name without the components that module wrappers add, such as ``_orig_mod``."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPED)
-
-
-def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """The model inside the wrappers DDP, DataParallel, torch.compile, FSDP and activation checkpointing."""
-    while True:
-        children = module._modules
-        if isinstance(module, (TorchDDP, torch.nn.DataParallel)):
-            module = module.module
-        elif len(children) == 1 and (inner := next(iter(children))) in _WRAPPED:
-            module = module.get_submodule(inner)
-        else:
-            return module
-
-
-def parameter_names(module: torch.nn.Module) -> dict[torch.Tensor, str]:
-    """The plain name of every parameter of an unwrapped module; raises ValueError if two are the same."""
-    names: dict[torch.Tensor, str] = {parameter: plain_name(name) for name, parameter in module.named_parameters()}
-    if len(set(names.values())) < len(names):
-        raise ValueError(
-            f"Two parameters of this {type(module).__name__} have the same name without the components "
-            f"{sorted(_WRAPPED)}, which wrappers of modules add. Give one of its submodules another name."
-        )
-    return names
-
-
-def compressible_parameters(module: torch.nn.Module) -> dict[torch.Tensor, str]:
-    """`parameter_names` of the trainable parameters whose gradients are dense, as DDP expects them."""
-    embeddings = (part for part in module.modules() if isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag))
-    sparse = {id(part.weight) for part in embeddings if part.sparse}
-    names = parameter_names(module)
-    return {each: name for each, name in names.items() if each.requires_grad and id(each) not in sparse}
-
-
-def registered_module(state: object, parameters: Sequence[torch.Tensor] = ()) -> torch.nn.Module | None:
-    """The model whose DDP calls a hook with ``state`` and these parameters; None if there is not exactly one."""
-    modules = [unwrapped(ddp.module) for ddp in registered_wrappers(state, parameters)]
-    return modules[0] if len(set(map(id, modules))) == 1 else None
-
-
-def check_patterns(options: Any, names: Iterable[str], argument: str = "") -> None:
-    """Raise ValueError if a name pattern in the options, of this ``argument``, matches none of the model's names."""
-    names = sorted(names)
-    find = getattr(options, "unmatched_pattern", None)
-    if find is None or (unmatched := find(names)) is None:
-        return
-    numbered = all(map(is_number, names))
-    remedy = "Call state.bind(model), which names them, or use" if numbered else "Correct or remove it:"
-    raise ValueError(
-        f"{unmatched}{argument and f' in {argument}'} matches none of the model's {len(names)} parameters, "
-        f"{', '.join(names[:5])}, ... {remedy} patterns of whole names as in `fnmatch`, such as '*.weight'."
-    )
-
-
 class ParameterNames:
     """The names of parameters, from the model passed to `bind` or found by `registered_module`.
 
@@ -223,6 +161,68 @@ class ParameterNames:
             "hooks, and no model, or more than one, was found for this state. Call state.bind(model) before the first "
             "step, on every rank."
         )
+
+
+def check_patterns(options: Any, names: Iterable[str], argument: str = "") -> None:
+    """Raise ValueError if a name pattern in the options, of this ``argument``, matches none of the model's names."""
+    names = sorted(names)
+    find = getattr(options, "unmatched_pattern", None)
+    if find is None or (unmatched := find(names)) is None:
+        return
+    numbered = all(map(is_number, names))
+    remedy = "Call state.bind(model), which names them, or use" if numbered else "Correct or remove it:"
+    raise ValueError(
+        f"{unmatched}{argument and f' in {argument}'} matches none of the model's {len(names)} parameters, "
+        f"{', '.join(names[:5])}, ... {remedy} patterns of whole names as in `fnmatch`, such as '*.weight'."
+    )
+
+
+def is_number(name: str) -> bool:
+    """Whether ``name`` numbers a parameter in the order of first appearance (``parameter.0``)."""
+    return name.startswith(NUMBERED) and name.removeprefix(NUMBERED).isdecimal()
+
+
+@functools.cache
+def plain_name(name: str) -> str:
+    """A parameter's name without the components that module wrappers add, such as ``_orig_mod``."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPED)
+
+
+def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    """The model inside the wrappers DDP, DataParallel, torch.compile, FSDP and activation checkpointing."""
+    while True:
+        children = module._modules
+        if isinstance(module, (TorchDDP, torch.nn.DataParallel)):
+            module = module.module
+        elif len(children) == 1 and (inner := next(iter(children))) in _WRAPPED:
+            module = module.get_submodule(inner)
+        else:
+            return module
+
+
+def parameter_names(module: torch.nn.Module) -> dict[torch.Tensor, str]:
+    """The plain name of every parameter of an unwrapped module; raises ValueError if two are the same."""
+    names: dict[torch.Tensor, str] = {parameter: plain_name(name) for name, parameter in module.named_parameters()}
+    if len(set(names.values())) < len(names):
+        raise ValueError(
+            f"Two parameters of this {type(module).__name__} have the same name without the components "
+            f"{sorted(_WRAPPED)}, which wrappers of modules add. Give one of its submodules another name."
+        )
+    return names
+
+
+def compressible_parameters(module: torch.nn.Module) -> dict[torch.Tensor, str]:
+    """`parameter_names` of the trainable parameters whose gradients are dense, as DDP expects them."""
+    embeddings = (part for part in module.modules() if isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag))
+    sparse = {id(part.weight) for part in embeddings if part.sparse}
+    names = parameter_names(module)
+    return {each: name for each, name in names.items() if each.requires_grad and id(each) not in sparse}
+
+
+def registered_module(state: object, parameters: Sequence[torch.Tensor] = ()) -> torch.nn.Module | None:
+    """The model whose DDP calls a hook with ``state`` and these parameters; None if there is not exactly one."""
+    modules = [unwrapped(ddp.module) for ddp in registered_wrappers(state, parameters)]
+    return modules[0] if len(set(map(id, modules))) == 1 else None
 
 
 def live_wrappers() -> list[TorchDDP]:

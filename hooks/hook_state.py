@@ -66,7 +66,7 @@ from gradwire.kernels import (
     is_capturing,
 )
 
-__all__ = ["HookSettings", "HookState", "Memory", "Step", "hook_for"]
+__all__ = ["BucketMemory", "HookSettings", "HookState", "Memory", "Step", "hook_for"]
 
 
 def __dir__() -> list[str]:

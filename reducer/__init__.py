@@ -1,4 +1,18 @@
-"""gradwire's reducer: a subclass of PyTorch's DistributedDataParallel with zero-copy buckets."""
+"""gradwire's reducer: a subclass of PyTorch's DistributedDataParallel with zero-copy buckets.
+
+distributed         `DistributedDataParallel`: its arguments, and the methods of PyTorch's class that differ
+reducer             one backward: gradients become ready, buckets are launched, results become gradients; step times
+bucket              a bucket's gradients, flat buffer and result; delayed parameters
+bucketing           which parameters share a bucket, and the rebuild of the buckets
+unused_parameters   parameters without a gradient in a backward
+parameters          parameters replaced after wrapping; nested wrappers, and wrappers that share parameters
+mixed_precision     PyTorch's native mixed precision
+exchange            errors on one rank, deadlocks, and how a rank leaves
+model_sync          comparison and broadcast of models at construction, `resynchronize()`, `join`
+drift               ``check_every``: comparison of ranks during training
+errors, logger      error messages and checks of arguments; the logging data of PyTorch's DDP
+torch_internals     PyTorch's private names
+"""
 
 from gradwire.reducer.distributed import DistributedDataParallel
 

@@ -411,4 +411,29 @@ class SparseBucket(BucketBase):
         return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=True)
 
 
-Bucket = DenseBucket | SparseBucket
+ReducerBucket = DenseBucket | SparseBucket
+
+
+class DelayedGradients:
+    """The gradients of the parameters that no bucket has, in one flat buffer.
+
+    Args:
+        parameters: the delayed parameters.
+        buffer: as many elements as the parameters have, in their dtype and on their device.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], buffer: Tensor) -> None:
+        self.parameters, self.buffer = parameters, buffer
+        parts = buffer.split([parameter.numel() for parameter in parameters])
+        self._views = [part.view(parameter.shape) for part, parameter in zip(parts, parameters, strict=True)]
+
+    def collect(self) -> Tensor:
+        """Make every gradient a view of the buffer, where one was cleared or replaced after the forward; returns the
+        buffer.
+        """
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            if parameter.grad is None:
+                parameter.grad = view.zero_()
+            elif parameter.grad.data_ptr() != view.data_ptr():
+                parameter.grad = view.copy_(parameter.grad.to_dense())
+        return self.buffer

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradwire.comm import GroupTransport
 from gradwire.reducer import torch_internals
-from gradwire.reducer.bucket import Bucket, BucketSpec, DenseBucket, SparseBucket
+from gradwire.reducer.bucket import BucketSpec, DenseBucket, ReducerBucket, SparseBucket
 from gradwire.reducer.errors import check_bucket_size
 from gradwire.reducer.mixed_precision import LowPrecisionBucket
 
@@ -63,9 +63,11 @@ def rebuild_buckets(
     return received
 
 
-def make_buckets(options: BucketOptions, assignment: Assignment, upcast_stream: torch.Stream | None) -> list[Bucket]:
+def make_buckets(
+    options: BucketOptions, assignment: Assignment, upcast_stream: torch.Stream | None
+) -> list[ReducerBucket]:
     """The buckets of an assignment; with mixed precision, PyTorch's hook casts gradients on ``upcast_stream``."""
-    buckets: list[Bucket] = []
+    buckets: list[ReducerBucket] = []
     for index, members in enumerate(assignment):
         spec = BucketSpec(
             index=index,

@@ -21,6 +21,7 @@ from gradwire.compress._validation import check_whole_number
 from gradwire.hooks import default_hooks
 from gradwire.hooks.hook_state import HookState
 from gradwire.reducer import errors, torch_internals
+from gradwire.reducer.bucket import DelayedGradients
 from gradwire.reducer.bucketing import BucketOptions
 from gradwire.reducer.drift import DriftCheck
 from gradwire.reducer.exchange import Exchange
@@ -28,7 +29,6 @@ from gradwire.reducer.logger import Logger
 from gradwire.reducer.mixed_precision import check_config, remove_copy_hooks, restore_parameters
 from gradwire.reducer.model_sync import JoinedRank, begin_together, broadcast_coalesced, resynchronize, verify_model
 from gradwire.reducer.parameters import (
-    DelayedGradients,
     ModelWatch,
     check_no_wrapper_inside,
     check_not_nested,
@@ -290,10 +290,10 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         if self._syncs_at_init:
             self._syncs_at_init = False
             _verify_model(self, parameters)
+            buffers = self._buffers_in_use() if self._syncs_buffers_at_init else {}
+            states = [tensor.detach() for tensor in (*self._parameters_in_use().values(), *buffers.values())]
             with torch.no_grad():
-                broadcast_coalesced(
-                    self._module_states(), GroupTransport(self.process_group), self.broadcast_bucket_size
-                )
+                broadcast_coalesced(states, GroupTransport(self.process_group), self.broadcast_bucket_size)
         if self.mixed_precision is not None:
             for index, parameter in enumerate(parameters):
                 parameter._idx = index  # type: ignore[attr-defined]  # PyTorch's attribute, for `_fire_reducer_autograd_hook`
@@ -346,11 +346,6 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     def _buffers_in_use(self) -> dict[str, Tensor]:
         return {name: b for name, b in self.module.named_buffers() if name not in self.parameters_to_ignore}
-
-    def _module_states(self) -> list[Tensor]:
-        """The parameters, including frozen ones, and buffers that rank 0 broadcasts at construction."""
-        buffers = self._buffers_in_use() if self._syncs_buffers_at_init else {}
-        return [tensor.detach() for tensor in (*self._parameters_in_use().values(), *buffers.values())]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

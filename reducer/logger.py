@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.comm.torch_internals import GLOO_THREADS
-from gradwire.reducer.bucket import BucketBase
+from gradwire.reducer.bucket import ReducerBucket
 from gradwire.reducer.reducer import Reducer
 
 # Environment variables that decide how ranks meet.
@@ -103,5 +103,5 @@ class Logger:
         return data
 
 
-def _sizes(buckets: Sequence[BucketBase]) -> str:
+def _sizes(buckets: Sequence[ReducerBucket]) -> str:
     return ", ".join(str(sum(parameter.nbytes for parameter in bucket.parameters())) for bucket in buckets)

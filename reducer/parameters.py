@@ -1,25 +1,19 @@
-"""Parameters that are unused in a backward, replaced after wrapping, or shared by several wrappers."""
+"""Parameters that are replaced after the model was wrapped, or shared by several wrappers."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Sequence
-from functools import cache, partial
+from collections.abc import Collection
+from functools import cache
 from itertools import count
 from operator import attrgetter
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
-import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 from torch.nn.modules import module as modules
-from torch.profiler import record_function
 
-from gradwire.comm import GroupTransport
-from gradwire.comm.store_collectives import out_of_step
 from gradwire.hooks._names import live_wrappers
-from gradwire.kernels import upload
 from gradwire.reducer import errors, torch_internals
 
 FORWARDS_BETWEEN_CHECKS = 64  # also after changes that bypass `nn.Module.register_parameter`
@@ -33,108 +27,6 @@ TorchDDP = nn.parallel.DistributedDataParallel
 _checked: WeakKeyDictionary[TorchDDP, WeakSet[TorchDDP]] = WeakKeyDictionary()
 # gradwire's wrappers that have begun a forward.
 _have_run_forward: WeakSet[Any] = WeakSet()
-
-
-def find_unused(outputs: Sequence[Tensor], accumulators: Sequence[Node]) -> list[int]:
-    """The indices of the gradient accumulators that a backward from ``outputs`` cannot reach."""
-    with record_function("torch.distributed.ddp.reducer::search_unused_parameters"):  # PyTorch's name in a profile
-        stack = [torch_internals.gradient_node(output) for output in outputs if output.requires_grad]
-        seen = set(stack)  # keeps the nodes alive: a new node may get the address of a freed one
-        while stack:
-            for node, _ in stack.pop().next_functions:
-                if node is not None and node not in seen:
-                    seen.add(node)
-                    stack.append(node)
-        unused = [i for i, accumulator in enumerate(accumulators) if accumulator not in seen]
-    if not unused:
-        _warn_once_that_all_are_used()
-    return unused
-
-
-@cache
-def _warn_once_that_all_are_used() -> None:
-    warnings.warn(errors.NOTHING_UNUSED, stacklevel=3)
-
-
-class UsedParameters:
-    """The parameters that have a gradient since the last reduction, on this rank and on any rank."""
-
-    def __init__(self, n_parameters: int, device: torch.device) -> None:
-        self.local = bytearray(n_parameters)  # 1 for each parameter that has a gradient on this rank
-        # Number of ranks that have a gradient for each parameter, as last exchanged.
-        self.counts = torch.zeros(n_parameters, dtype=torch.int32, device=device)
-        self._passes = self.counts[:0]  # `Exchange.n_passes` of each rank, as last exchanged
-        self._device = device
-        self._wait: Callable[[], None] | None = None  # waits for the exchange in flight
-        self._counts_on_host: list[int] | None = None  # `counts` after the exchange
-
-    def exchange(self, transport: GroupTransport, n_passes: int = 0) -> None:
-        """Start to sum `local` over the ranks, and to share ``n_passes``. A collective call; `used_anywhere` waits for
-        it.
-
-        ``n_passes``: `Exchange.n_passes`; 0 on a rank that has joined.
-        """
-        passes = [n_passes if rank == transport.rank else 0 for rank in range(transport.world_size)]
-        message = upload([*self.local, *passes], self._device).to(torch.int32)
-        self.counts, self._passes = message.split([len(self.local), len(passes)])
-        (work,) = transport.start(transport.all_reduce(message))
-        self._wait = partial(transport.wait, work)
-        self._counts_on_host = None
-
-    def check_passes(self) -> None:
-        """Wait for the exchange; RuntimeError if the ranks have made different numbers of passes."""
-        assert self._wait is not None
-        self._wait()
-        if (problem := out_of_step(self._passes.tolist())) is not None:
-            raise RuntimeError(problem)
-
-    def used_anywhere(self, index: int) -> bool:
-        """Whether any rank has a gradient for a parameter. Waits for the exchange only if this rank has none."""
-        if self.local[index]:
-            return True
-        if self._counts_on_host is None:
-            self.check_passes()
-            self._counts_on_host = self.counts.tolist()
-        return self._counts_on_host[index] > 0
-
-    def exchange_none(self, transport: GroupTransport) -> list[int]:
-        """Take part in an exchange on a rank that uses no parameter. Returns the number of ranks that use each one."""
-        message = torch.zeros(len(self.local) + transport.world_size, dtype=torch.int32, device=self._device)
-        (work,) = transport.start(transport.all_reduce(message))
-        transport.wait(work)
-        return message[: len(self.local)].tolist()
-
-    def clear(self) -> None:
-        """Start over for the next reduction, once the exchange is done."""
-        if self._wait is not None and self._counts_on_host is None:
-            self._wait()
-        self.local = bytearray(len(self.local))
-        self._wait = self._counts_on_host = None
-
-
-class DelayedGradients:
-    """The gradients of the parameters that no bucket has, in one flat buffer.
-
-    Args:
-        parameters: the delayed parameters.
-        buffer: as many elements as the parameters have, in their dtype and on their device.
-    """
-
-    def __init__(self, parameters: Sequence[Tensor], buffer: Tensor) -> None:
-        self.parameters, self.buffer = parameters, buffer
-        parts = buffer.split([parameter.numel() for parameter in parameters])
-        self._views = [part.view(parameter.shape) for part, parameter in zip(parts, parameters, strict=True)]
-
-    def collect(self) -> Tensor:
-        """Make every gradient a view of the buffer, where one was cleared or replaced after the forward; returns the
-        buffer.
-        """
-        for parameter, view in zip(self.parameters, self._views, strict=True):
-            if parameter.grad is None:
-                parameter.grad = view.zero_()
-            elif parameter.grad.data_ptr() != view.data_ptr():
-                parameter.grad = view.copy_(parameter.grad.to_dense())
-        return self.buffer
 
 
 @cache

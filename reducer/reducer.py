@@ -30,7 +30,7 @@ from gradwire.hooks._bucket import is_gradwire_hook, is_zero_copy, reduce_bucket
 from gradwire.hooks.hook_state import HookState, check_pairing, in_group, settings_of
 from gradwire.kernels import is_capturing
 from gradwire.reducer import errors, torch_internals
-from gradwire.reducer.bucket import Bucket, DenseBucket, TakeBack
+from gradwire.reducer.bucket import DelayedGradients, DenseBucket, ReducerBucket, TakeBack
 from gradwire.reducer.bucketing import (
     Assignment,
     BucketOptions,
@@ -42,7 +42,8 @@ from gradwire.reducer.bucketing import (
 from gradwire.reducer.drift import DriftCheck
 from gradwire.reducer.exchange import Exchange
 from gradwire.reducer.mixed_precision import restore_parameters
-from gradwire.reducer.parameters import DelayedGradients, ModelWatch, UsedParameters, find_unused
+from gradwire.reducer.parameters import ModelWatch
+from gradwire.reducer.unused_parameters import UsedParameters, find_unused
 
 
 class BucketHook(NamedTuple):
@@ -154,55 +155,101 @@ class Reducer:
         self._divides_by_live_ranks = False
         self._post_backward_futures: list[Future[Any]] = []  # awaited at the end of the backward
 
-    # Errors: this rank leaves the exchange.
+    # Phase 1: a forward, and the preparation of its backward.
 
-    @contextmanager
-    def leaving(self, during: str) -> Iterator[None]:
-        """Leave the exchange if the body raises; see `_leave_after`."""
-        try:
-            yield
-        except BaseException as error:
-            self._leave_after(error, during)
-            raise
+    @torch_internals.not_compiled
+    def prepare_for_forward(self) -> None:
+        """Count an iteration: the forward of a synchronized backward begins."""
+        connections = self.exchange.connect()
+        connections.check()
+        if self.forward_is_running:
+            self._fail("the forward pass raised an exception")
+            connections.check()
+        self._check_not_cast([0])
+        if self.watch is not None and (name := self.watch.find_unknown()) is not None:
+            self._fail_and_raise(errors.PARAMETER_UNKNOWN.format(name=name))
+        self._is_in_join = False
+        self.exchange.begin_forward()
+        self.times.begin_forward()
 
-    def _leave_after(self, error: BaseException, during: str) -> None:
-        """Leave the exchange after an error, which the caller raises again; raise the cause if another rank left."""
-        clear_frames(error)
-        raised_in = error.__traceback__
-        message = f"{type(error).__name__} in {during}: {error}"
-        is_consequence = type(error) in (RuntimeError, dist.DistBackendError, dist.DistNetworkError)
-        has_timed_out = is_consequence and any(words in message.lower() for words in ("timeout", "timed out"))
-        late = self.exchange.late_ranks() if has_timed_out else None
-        told = message if late is None else f"{late} {message}"
-        elsewhere = self._fail(told, is_of_peer=is_consequence and "gloo" in message)
-        cause = late or elsewhere
-        error.with_traceback(raised_in)  # without the frames that ask a failed future for its value
-        is_included = cause is None or str(error) in cause or cause in str(error)
-        if is_consequence and not is_included:
-            raise RuntimeError(f"{cause}\n{ADVICE}\nOn this rank: {message}") from error
+    def _check_not_cast(self, indices: Sequence[int]) -> None:
+        """Raise RuntimeError if parameters were cast or moved after the model was wrapped: autograd drops their hooks.
 
-    def _fail(self, cause: str, is_of_peer: bool = False) -> str | None:
-        """Leave the exchange and discard this step. Returns the error of another rank that left before this one."""
-        self.error = cause
-        elsewhere = self.exchange.fail(self, self.times.iterations, cause, is_of_peer)
-        if (take_back := self.hook.take_back) is not None:
-            for bucket, result in zip(self.buckets, self._backward.take_values(), strict=False):  # none between steps
-                if result is not None and isinstance(bucket, DenseBucket):
-                    with suppress(Exception), torch.no_grad():  # never applied: back to the hook's error memory
-                        bucket.give_back(result if isinstance(result, Tensor) else result[0], take_back)
-        self._backward.futures.clear()  # a frame of the error's traceback may hold them, and a future holds its error
-        self._forget_forward()
+        A cast that was undone shows in the autograd node. To save time, only the nodes of ``indices`` are compared.
+        """
+        if self._upcast_stream is not None:
+            return
+        index: int | None
+        dtypes = [parameter.dtype for parameter in self.parameters]
+        if dtypes != self._dtypes:
+            index = next(i for i, (now, before) in enumerate(zip(dtypes, self._dtypes, strict=True)) if now != before)
+        else:
+            index = self._autograd_hooks.find_lost(indices)
+        if index is not None:
+            self._fail_and_raise(errors.PARAMETER_CAST.format(name=self.options.names[index]))
+
+    @torch_internals.not_compiled
+    def _rebuild_buckets(self) -> bool:
+        """Rebuild the buckets once, in rank 0's order of ready gradients; returns whether that was done. A collective
+        call.
+
+        Never if backwards may leave out different parameters: ranks could not agree on when.
+        """
+        self._check_reducer_finalized()
+        order = self._backward.ready_order
+        may_rebuild = self.static_graph or not self.find_unused_parameters
+        if self.has_rebuilt_buckets or not may_rebuild or not order:
+            return False
+        with self.leaving("the rebuild of the buckets"):
+            limits = self.bucket_limits = rebuilt_limits(self.options, self.hook.state)
+            self._set_buckets(rebuild_buckets(self.options, limits, order + self._unused, self.exchange.transport))
+        self._backward.ready_order = order
+        self.has_rebuilt_buckets = True
+        return True
+
+    @torch_internals.not_compiled
+    def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
+        """Prepare for the backward from ``outputs``; only ``find_unused_parameters`` reads them."""
+        self._check_reducer_finalized()
+        self._begin(Phase.PREPARED)
         self.forward_is_running = False
-        self._begin(Phase.DONE)
-        return elsewhere
+        if self.find_unused_parameters and not self.static_graph:
+            nodes = self._autograd_hooks.nodes
+            if self._upcast_stream is not None:  # with mixed precision, each forward creates new ones
+                nodes = [torch_internals.gradient_node(parameter) for parameter in self.parameters]
+            unused = find_unused(outputs, nodes)
+            self._check_not_cast(unused)
+            if self.times.iterations > 1:
+                self._graph_seems_static &= unused == self._unused
+            self._unused = unused
+        self.times.unused_bytes = sum(self.parameters[i].nbytes for i in self._unused)
 
-    def _fail_and_raise(self, message: str) -> NoReturn:
-        self._fail(message)
-        self._raise(f"{message}\n{ADVICE}")
+    def _check_reducer_finalized(self) -> None:
+        """Raise RuntimeError if the last backward left buckets incomplete."""
+        if self._backward.phase is Phase.AGAIN:
+            self._fail("a further backward pass of a synchronized forward pass raised an exception")
+            self.exchange.connections.check()
+        if self._backward.phase is not Phase.REDUCING:
+            return
+        for index in self._autograd_hooks.recorded:  # parameters of buckets that never became complete
+            self._backward.ready[index] = 1
+        if self._backward.missing:
+            self._fail_and_raise(self._unfinished())
+        if self.is_finalized_by_caller:
+            self._fail_and_raise(errors.NOT_FINALIZED)
+        self._fail("the backward pass raised an exception after all buckets were launched")
+        self.exchange.connections.check()
 
-    def _raise(self, message: str) -> NoReturn:
-        self.error = message
-        raise RuntimeError(message)
+    @torch_internals.not_compiled
+    def watch_outputs(self, output: object) -> None:
+        """Notice every backward through the tensors in the output of a synchronized forward."""
+        for tensor in torch_internals.tensors_in(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(self._output_hook)
+
+    def share(self, wrapper: object, parameters: Collection[int]) -> None:
+        """Copy the gradients of parameters, by ids, that another living wrapper uses in the same backward, too."""
+        self._shared_with[wrapper] = [i for i, each in enumerate(self.parameters) if id(each) in parameters]
 
     # Phase 2: gradients become ready.
 
@@ -343,7 +390,7 @@ class Reducer:
 
     # Phase 3: buckets are launched.
 
-    def _launch(self, bucket: Bucket) -> None:
+    def _launch(self, bucket: ReducerBucket) -> None:
         """Start the reduction of a complete bucket."""
         self.times.record("backward_comm_time_start")
         index = self._backward.n_launched
@@ -361,7 +408,7 @@ class Reducer:
             self._leave_after(error, f"the communication hook of bucket {index}")
             raise
 
-    def _collect_and_reduce(self, bucket: Bucket) -> Future[Tensor] | Handle:
+    def _collect_and_reduce(self, bucket: ReducerBucket) -> Future[Tensor] | Handle:
         """Collect the gradients of a bucket, and run the hook on it, or repeat a recorded step of the hook."""
         with profiler_range(bucket.launch_range):
             backward, hook, exchange = self._backward, self.hook, self.exchange
@@ -379,7 +426,7 @@ class Reducer:
                     return handle
             return self._run_comm_hook(bucket)
 
-    def _run_comm_hook(self, bucket: Bucket) -> Future[Tensor]:
+    def _run_comm_hook(self, bucket: ReducerBucket) -> Future[Tensor]:
         exchange, hook = self.exchange, self.hook
         bucket.process_group, bucket.model_number = exchange.process_group, exchange.number
         bucket.note_use = exchange.note_use if hook.has_groups else None
@@ -435,7 +482,7 @@ class Reducer:
             restore_parameters(self.parameters)
         self._count_reduction()
 
-    def _finish(self, index: int, bucket: Bucket, scale: float) -> None:
+    def _finish(self, index: int, bucket: ReducerBucket, scale: float) -> None:
         """Wait for a bucket's result, and write it into its gradients."""
         futures = self._backward.futures
         future: Any = futures[index]
@@ -447,116 +494,14 @@ class Reducer:
             futures[index] = None  # applied: must not return to the error memory if a later bucket fails
             run_optimizers(bucket.parameters())
 
-    # What PyTorch's DistributedDataParallel calls, under its names.
-
-    def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], Future[Tensor]]) -> None:
-        """Let ``hook(state, bucket)`` reduce every bucket from now on. A hook cannot be replaced."""
-        if self.hook.is_registered:
-            raise RuntimeError(errors.HOOK_REGISTERED_TWICE)
-        check_pairing(state, hook)
-        state = in_group(state, hook, self.exchange.process_group)
-        take_back = state.memory.take_back if isinstance(state, HookState) else None
-        is_own = is_zero_copy(hook) and hook.__module__.startswith("gradwire.")
-        self.hook = BucketHook(hook, state, is_zero_copy(hook), True, not is_gradwire_hook(hook), is_own, take_back)
-        self.exchange.has_hook = True
-        if self.hook.has_groups and isinstance(state, HookState):
-            self.exchange.note_use(state, state.process_group or self.exchange.process_group)
-
-    # A forward, and the preparation of its backward.
-
-    @torch_internals.not_compiled
-    def prepare_for_forward(self) -> None:
-        """Count an iteration: the forward of a synchronized backward begins."""
-        connections = self.exchange.connect()
-        connections.check()
-        if self.forward_is_running:
-            self._fail("the forward pass raised an exception")
-            connections.check()
-        self._check_not_cast([0])
-        if self.watch is not None and (name := self.watch.find_unknown()) is not None:
-            self._fail_and_raise(errors.PARAMETER_UNKNOWN.format(name=name))
-        self._is_in_join = False
-        self.exchange.begin_forward()
-        self.times.begin_forward()
-
-    def _check_not_cast(self, indices: Sequence[int]) -> None:
-        """Raise RuntimeError if parameters were cast or moved after the model was wrapped: autograd drops their hooks.
-
-        A cast that was undone shows in the autograd node. To save time, only the nodes of ``indices`` are compared.
+    def _count_reduction(self) -> None:
+        """Ranks rebuild their buckets together, after a reduction from which all but those that have joined, or that
+        count the calls of a static graph late, have an order. In a static graph it is the second one.
         """
-        if self._upcast_stream is not None:
-            return
-        index: int | None
-        dtypes = [parameter.dtype for parameter in self.parameters]
-        if dtypes != self._dtypes:
-            index = next(i for i, (now, before) in enumerate(zip(dtypes, self._dtypes, strict=True)) if now != before)
-        else:
-            index = self._autograd_hooks.find_lost(indices)
-        if index is not None:
-            self._fail_and_raise(errors.PARAMETER_CAST.format(name=self.options.names[index]))
-
-    @torch_internals.not_compiled
-    def _rebuild_buckets(self) -> bool:
-        """Rebuild the buckets once, in rank 0's order of ready gradients; returns whether that was done. A collective
-        call.
-
-        Never if backwards may leave out different parameters: ranks could not agree on when.
-        """
-        self._check_reducer_finalized()
-        order = self._backward.ready_order
-        may_rebuild = self.static_graph or not self.find_unused_parameters
-        if self.has_rebuilt_buckets or not may_rebuild or not order:
-            return False
-        with self.leaving("the rebuild of the buckets"):
-            limits = self.bucket_limits = rebuilt_limits(self.options, self.hook.state)
-            self._set_buckets(rebuild_buckets(self.options, limits, order + self._unused, self.exchange.transport))
-        self._backward.ready_order = order
-        self.has_rebuilt_buckets = True
-        return True
-
-    @torch_internals.not_compiled
-    def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
-        """Prepare for the backward from ``outputs``; only ``find_unused_parameters`` reads them."""
-        self._check_reducer_finalized()
-        self._begin(Phase.PREPARED)
-        self.forward_is_running = False
-        if self.find_unused_parameters and not self.static_graph:
-            nodes = self._autograd_hooks.nodes
-            if self._upcast_stream is not None:  # with mixed precision, each forward creates new ones
-                nodes = [torch_internals.gradient_node(parameter) for parameter in self.parameters]
-            unused = find_unused(outputs, nodes)
-            self._check_not_cast(unused)
-            if self.times.iterations > 1:
-                self._graph_seems_static &= unused == self._unused
-            self._unused = unused
-        self.times.unused_bytes = sum(self.parameters[i].nbytes for i in self._unused)
-
-    def _check_reducer_finalized(self) -> None:
-        """Raise RuntimeError if the last backward left buckets incomplete."""
-        if self._backward.phase is Phase.AGAIN:
-            self._fail("a further backward pass of a synchronized forward pass raised an exception")
-            self.exchange.connections.check()
-        if self._backward.phase is not Phase.REDUCING:
-            return
-        for index in self._autograd_hooks.recorded:  # parameters of buckets that never became complete
-            self._backward.ready[index] = 1
-        if self._backward.missing:
-            self._fail_and_raise(self._unfinished())
-        if self.is_finalized_by_caller:
-            self._fail_and_raise(errors.NOT_FINALIZED)
-        self._fail("the backward pass raised an exception after all buckets were launched")
-        self.exchange.connections.check()
-
-    @torch_internals.not_compiled
-    def watch_outputs(self, output: object) -> None:
-        """Notice every backward through the tensors in the output of a synchronized forward."""
-        for tensor in torch_internals.tensors_in(output):
-            if tensor.grad_fn is not None:
-                tensor.register_hook(self._output_hook)
-
-    def share(self, wrapper: object, parameters: Collection[int]) -> None:
-        """Copy the gradients of parameters, by ids, that another living wrapper uses in the same backward, too."""
-        self._shared_with[wrapper] = [i for i, each in enumerate(self.parameters) if id(each) in parameters]
+        backward = self._backward
+        if not backward.ready_order and (self._has_reduced or not self.static_graph):
+            backward.ready_order = [i for i in range(len(self.parameters)) if i not in self._unused]
+        self._has_reduced = True
 
     # The end of a backward that the caller finalizes.
 
@@ -580,14 +525,70 @@ class Reducer:
             self._raise(errors.CANNOT_FINALIZE.format(why=why))
         self._finalize()
 
-    def _count_reduction(self) -> None:
-        """Ranks rebuild their buckets together, after a reduction from which all but those that have joined, or that
-        count the calls of a static graph late, have an order. In a static graph it is the second one.
-        """
-        backward = self._backward
-        if not backward.ready_order and (self._has_reduced or not self.static_graph):
-            backward.ready_order = [i for i in range(len(self.parameters)) if i not in self._unused]
-        self._has_reduced = True
+    # Errors: this rank leaves the exchange.
+
+    @contextmanager
+    def leaving(self, during: str) -> Iterator[None]:
+        """Leave the exchange if the body raises; see `_leave_after`."""
+        try:
+            yield
+        except BaseException as error:
+            self._leave_after(error, during)
+            raise
+
+    def _leave_after(self, error: BaseException, during: str) -> None:
+        """Leave the exchange after an error, which the caller raises again; raise the cause if another rank left."""
+        clear_frames(error)
+        raised_in = error.__traceback__
+        message = f"{type(error).__name__} in {during}: {error}"
+        is_consequence = type(error) in (RuntimeError, dist.DistBackendError, dist.DistNetworkError)
+        has_timed_out = is_consequence and any(words in message.lower() for words in ("timeout", "timed out"))
+        late = self.exchange.late_ranks() if has_timed_out else None
+        told = message if late is None else f"{late} {message}"
+        elsewhere = self._fail(told, is_of_peer=is_consequence and "gloo" in message)
+        cause = late or elsewhere
+        error.with_traceback(raised_in)  # without the frames that ask a failed future for its value
+        is_included = cause is None or str(error) in cause or cause in str(error)
+        if is_consequence and not is_included:
+            raise RuntimeError(f"{cause}\n{ADVICE}\nOn this rank: {message}") from error
+
+    def _fail(self, cause: str, is_of_peer: bool = False) -> str | None:
+        """Leave the exchange and discard this step. Returns the error of another rank that left before this one."""
+        self.error = cause
+        elsewhere = self.exchange.fail(self, self.times.iterations, cause, is_of_peer)
+        if (take_back := self.hook.take_back) is not None:
+            for bucket, result in zip(self.buckets, self._backward.take_values(), strict=False):  # none between steps
+                if result is not None and isinstance(bucket, DenseBucket):
+                    with suppress(Exception), torch.no_grad():  # never applied: back to the hook's error memory
+                        bucket.give_back(result if isinstance(result, Tensor) else result[0], take_back)
+        self._backward.futures.clear()  # a frame of the error's traceback may hold them, and a future holds its error
+        self._forget_forward()
+        self.forward_is_running = False
+        self._begin(Phase.DONE)
+        return elsewhere
+
+    def _fail_and_raise(self, message: str) -> NoReturn:
+        self._fail(message)
+        self._raise(f"{message}\n{ADVICE}")
+
+    def _raise(self, message: str) -> NoReturn:
+        self.error = message
+        raise RuntimeError(message)
+
+    # The communication hook.
+
+    def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], Future[Tensor]]) -> None:
+        """Let ``hook(state, bucket)`` reduce every bucket from now on. A hook cannot be replaced."""
+        if self.hook.is_registered:
+            raise RuntimeError(errors.HOOK_REGISTERED_TWICE)
+        check_pairing(state, hook)
+        state = in_group(state, hook, self.exchange.process_group)
+        take_back = state.memory.take_back if isinstance(state, HookState) else None
+        is_own = is_zero_copy(hook) and hook.__module__.startswith("gradwire.")
+        self.hook = BucketHook(hook, state, is_zero_copy(hook), True, not is_gradwire_hook(hook), is_own, take_back)
+        self.exchange.has_hook = True
+        if self.hook.has_groups and isinstance(state, HookState):
+            self.exchange.note_use(state, state.process_group or self.exchange.process_group)
 
     # Static graphs.
 
@@ -659,7 +660,7 @@ class Reducer:
         exchange.begin_forward()
         with self.leaving("a backward pass of the ranks with inputs left"):
             exchange.begin_backward(self, self.hook.has_groups)
-            buckets: list[Bucket] = [bucket.with_zeros(self.hook.is_zero_copy) for bucket in self.buckets]
+            buckets: list[ReducerBucket] = [bucket.with_zeros(self.hook.is_zero_copy) for bucket in self.buckets]
             futures = []
             for bucket in buckets:
                 bucket.divisor = exchange.process_group.size()
@@ -679,10 +680,9 @@ class Reducer:
             self._used.clear()
         self._count_reduction()
 
-    def _take_back(self, bucket: Bucket, result: Tensor, names: Collection[str]) -> None:
+    def _take_back(self, bucket: ReducerBucket, result: Tensor, names: Collection[str]) -> None:
         """Return what was sent of these parameters to the hook's error memory."""
-        take_back = self.hook.take_back
-        if take_back is not None and isinstance(bucket, DenseBucket):
+        if (take_back := self.hook.take_back) is not None and isinstance(bucket, DenseBucket):
             bucket.give_back(result, lambda name, sent: take_back(name, sent) if name in names else None)
 
     def _all_reduce(self, tensor: Tensor) -> None:
@@ -691,7 +691,7 @@ class Reducer:
         (work,) = transport.start(transport.all_reduce(tensor))
         transport.wait(work, self.exchange.check_in_step)
 
-    def _run_allreduce_hook(self, bucket: Bucket) -> Future[Tensor]:
+    def _run_allreduce_hook(self, bucket: ReducerBucket) -> Future[Tensor]:
         return self.exchange.transport.start_all_reduce(bucket.buffer())
 
     # Training on a changing set of ranks, and after errors.
@@ -756,7 +756,7 @@ class Backward:
         may_leave_out: whether parameters may stay without a gradient: the ranks then exchange which have one.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], n_parameters: int, phase: Phase, may_leave_out: bool) -> None:
+    def __init__(self, buckets: Sequence[ReducerBucket], n_parameters: int, phase: Phase, may_leave_out: bool) -> None:
         self.phase, self.may_leave_out = phase, may_leave_out
         self.is_again = phase is Phase.AGAIN  # whether it is not the first of its forward
         self.ready = bytearray(n_parameters)  # 1 for each parameter whose gradient is ready
@@ -793,7 +793,7 @@ class Backward:
         return values
 
     def deferrable(
-        self, buckets: Sequence[Bucket], first: int, unused: Sequence[int], expected_calls: Sequence[int] | None
+        self, buckets: Sequence[ReducerBucket], first: int, unused: Sequence[int], expected_calls: Sequence[int] | None
     ) -> bytearray:
         """The mask of parameters whose autograd hooks need only record: see `AutogradHooks`.
 
@@ -945,8 +945,7 @@ class StepTimes:
         if not self._is_timed or event in self._marks:
             return
         if self._is_gpu and is_capturing(self._device):
-            self._is_timed = False
-            self._marks, self._unix_times = {}, {}
+            self._is_timed, self._marks, self._unix_times = False, {}, {}
             return
         if self._is_gpu:
             now = torch.cuda.Event(enable_timing=True)
@@ -993,7 +992,7 @@ def _make_output_hook(reference: weakref.ref[Reducer]) -> Callable[[Tensor], Non
     return hook
 
 
-def default_reduction(exchange: Exchange, bucket: Bucket) -> Future[Tensor]:
+def default_reduction(exchange: Exchange, bucket: ReducerBucket) -> Future[Tensor]:
     """Start to average a bucket's gradients, bitwise equal to PyTorch's DDP. The future has the result.
 
     gloo's threads sum dense gradients on a CPU, several buckets at once; all others are reduced in the executor.

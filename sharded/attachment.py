@@ -1,43 +1,27 @@
-"""`attach`: compress the gradients of a model, wherever it averages them."""
+"""`attach`: compress the gradients of a model, wherever it averages them, and its handle, `Attachment`."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from gradwire.compress._validation import check_elements, check_entries, check_tensor
 from gradwire.hooks._bucket import CommHook
-from gradwire.hooks._names import check_patterns, plain_name
+from gradwire.hooks._names import check_patterns
 from gradwire.hooks.hook_state import HookSettings, HookState, check_pairing, in_group, option_values
 from gradwire.kernels import WIRE_FORMATS
+from gradwire.sharded import checkpoint
+from gradwire.sharded.all_reduce import ReplicaGroup, ShardBucket
 from gradwire.sharded.exchange import ShardedExchange, name_of
 from gradwire.sharded.recovery import resynchronize
-from gradwire.sharded.replicas import ReplicaGroup
-from gradwire.sharded.shards import QuantizedReduceScatter, ReduceScatterOptions
-from gradwire.sharded.torch_internals import (
-    has_shards,
-    mesh_groups,
-    parameter_groups,
-    parameter_names,
-    reduce_scatter_of,
-    reduced_dtype,
-    replace_reduce_scatter,
-    replace_replica_group,
-    replica_group,
-    replicas_of,
-    restore,
-    shard_group,
-)
-
-WITHIN = "within"  # the entry of a checkpoint with the errors of the reduce-scatter
+from gradwire.sharded.reduce_scatter import QuantizedReduceScatter, ReduceScatterOptions
+from gradwire.sharded.torch_internals import ParameterGroup, parameter_groups
 
 
 class Attachment:
@@ -54,21 +38,17 @@ class Attachment:
         self,
         state: Any,
         report: str,
-        groups: Sequence[tuple[Any, Any, Any]] = (),
-        parameters: Mapping[str, Any] | None = None,
-        exchange: ShardedExchange | None = None,
         model: nn.Module | None = None,
+        groups: Sequence[ParameterGroup] = (),
+        exchange: ShardedExchange | None = None,
     ) -> None:
         self.state = state
         self.report = report
         self.step_ends = exchange.step_ends if exchange is not None else []
-        self._model = model
-        self._groups = groups  # parameter groups, with the mesh and the reduce-scatter that they had
-        self._parameters = parameters or {}  # FSDP2's parameters by name
-        self._exchange = exchange
-        attached = [reduce_scatter_of(group) for group, _, _ in groups]
-        self._quantized = [each for each in attached if isinstance(each, QuantizedReduceScatter)]
-        self._scattered = [each for each in self._quantized if each.has_errors]
+        self._model, self._groups, self._exchange = model, groups, exchange  # of FSDP2 only
+        found = [group.reduce_scatter for group in groups]
+        self._reduce_scatters = [each for each in found if isinstance(each, QuantizedReduceScatter)]
+        self._with_errors = [each for each in self._reduce_scatters if each.has_errors]
 
     def __repr__(self) -> str:
         return f"Attachment({self.report})"
@@ -85,8 +65,8 @@ class Attachment:
             raise RuntimeError(
                 "A DistributedDataParallel keeps its communication hook. To average plainly, wrap the model again."
             )
-        for group, mesh_info, reduce_scatter in self._groups:
-            restore(group, mesh_info, reduce_scatter)
+        for group in self._groups:
+            group.restore()
 
     def resynchronize(self) -> None:
         """Resume after an error in a backward. A collective call: every rank must make it.
@@ -102,19 +82,12 @@ class Attachment:
         """
         if self._model is None or self._exchange is None:
             raise RuntimeError("The model is a DistributedDataParallel: call its own resynchronize().")
-        resynchronize(
-            self._model,
-            self.state,
-            self._parameters,
-            self._exchange,
-            self._quantized,
-            next((found for _, mesh_info, _ in self._groups if (found := replicas_of(mesh_info)) is not None), None),
-        )
+        resynchronize(self._model, self.state, self._groups, self._reduce_scatters, self._exchange)
 
     @property
     def within_error_bytes(self) -> int:
         """Bytes of the error memory of the reduce-scatter on this rank, which is allocated in the first backward."""
-        return sum(each.error_bytes for each in self._scattered)
+        return sum(each.error_bytes for each in self._with_errors)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the hook, for ``torch.distributed.checkpoint``. A collective call: every rank must make it.
@@ -131,23 +104,7 @@ class Attachment:
         saved: dict[str, Any] = self.state.state_dict() if isinstance(self.state, Stateful) else {}
         if self._exchange is None:
             return saved
-        if saved and not isinstance(self.state, HookState):
-            raise NotImplementedError(f"The state is a {type(self.state).__name__}; only a HookState can be sharded.")
-        if isinstance(self.state, HookState):
-            memory = self.state.memory.declared
-            entries = [entry for entry in saved if not isinstance(saved[entry], int)]
-            if not memory and entries:
-                saved = self.state.merge_shards(saved, self._shard_groups())
-            for entry in entries if memory else ():
-                if entry not in memory or memory[entry].shape is None:
-                    del saved[entry]
-                else:
-                    errors = saved[entry]
-                    saved[entry] = {name: self._as_shard(each, errors.get(name)) for name, each in self._trainable()}
-        if self._scattered:
-            within = {name: error for each in self._scattered for name, error in each.saved_errors().items()}
-            saved[WITHIN] = {name: self._as_shard(each, within.get(name)) for name, each in self._trainable()}
-        return saved
+        return checkpoint.save(self.state, saved, self._groups, self._with_errors)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`.
@@ -159,49 +116,8 @@ class Attachment:
             if isinstance(self.state, Stateful):
                 self.state.load_state_dict(dict(state_dict))
             return
-        within = _local_shards(state_dict, WITHIN) if self._scattered else {}
-        for name, parameter in self._trainable() if self._scattered else ():
-            check_tensor(f"within[{name!r}]", within.get(name), (torch.float32,), tuple(parameter.sharded_size))
-            check_elements(f"within[{name!r}]", within[name], within[name].isfinite(), "a finite number")
-        if isinstance(self.state, HookState):
-            state = self.state
-            loaded: dict[str, Any] = {entry: {} for entry in state.memory.declared} | state._counts
-            compressed = set(state.names.compressible().values())  # others have zeros in a checkpoint
-            for entry, value in state_dict.items():
-                if entry in state.memory.declared:
-                    shards = _local_shards(state_dict, entry)
-                    loaded[entry] = {
-                        name: each for name, each in shards.items() if name in compressed or each.count_nonzero() > 0
-                    }
-                elif entry != WITHIN:
-                    loaded[entry] = value
-            state.load_state_dict(loaded)
-        for each in self._scattered:
-            each.load_errors(within)
+        checkpoint.load(self.state, state_dict, self._groups, self._with_errors)
         self._exchange.is_loaded = True
-
-    def _shard_groups(self) -> list[dist.ProcessGroup]:
-        found = (shard_group(group) for group, _, _ in self._groups)
-        return list(dict.fromkeys(each for each in found if each is not None))
-
-    def _trainable(self) -> Iterable[tuple[str, Any]]:
-        return ((name, each) for name, each in self._parameters.items() if each.sharded_param.requires_grad)
-
-    @staticmethod
-    def _as_shard(parameter: Any, tensor: Tensor | None) -> DTensor:
-        """A tensor in the layout of a parameter's shard as a DTensor; None: an empty shard. Padding is cut off."""
-        whole = parameter.sharded_param
-        tensor = torch.zeros(parameter.sharded_size) if tensor is None else tensor
-        tensor = tensor[tuple(map(slice, parameter.sharded_size))].contiguous()
-        return DTensor.from_local(
-            tensor, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
-        )
-
-
-def _local_shards(state_dict: Mapping[str, Any], entry: str) -> dict[str, Any]:
-    """This rank's shards of an entry of a checkpoint, by parameter name."""
-    check_entries(state_dict, "Attachment", (entry,))
-    return {name: each.to_local() if isinstance(each, DTensor) else each for name, each in state_dict[entry].items()}
 
 
 def attach(
@@ -252,29 +168,24 @@ def attach(
         model.register_comm_hook(state, cast("CommHook", hook))
         return Attachment(state, f"{name_of(hook)} compresses the all-reduce of {type(model).__name__}")
     groups = list(parameter_groups(model))
-    replicated = [(group, replicas) for group in groups if (replicas := replica_group(group)) is not None]
-    scattered = [group for group in groups if has_shards(group)]
-    _check_groups(model, groups, [replicas for _, replicas in replicated], scattered, averages, within)
-    module_names = {module: plain_name(found) for found, module in model.named_modules()}
-    names = {group: parameter_names(group, module_names) for group in groups}
-    check_patterns(options, [name for each in names.values() for name in each], "within")
+    replicated = [group for group in groups if group.replicas is not None]
+    scattered = [group for group in groups if group.shards is not None]
+    _check_groups(model, groups, averages, within)
+    check_patterns(options, [name for group in groups for name in group.parameters], "within")
     if averages and isinstance(state, HookState):
-        replicated_names = [name for group, _ in replicated for name in names[group]]
-        state.names.check_names(replicated_names)
-        check_patterns(state.options, replicated_names)
-    before = [(group, group.mesh_info, reduce_scatter_of(group)) for group in groups]
-    process_groups = [
-        each for group in groups for each in (shard_group(group), replica_group(group), *mesh_groups(group)) if each
-    ]
+        names = [name for group in replicated for name in group.parameters]
+        state.names.check_names(names)
+        check_patterns(state.options, names)
     settings = {name: str(value) for name, value in option_values(options).items()}
+    process_groups = [each for group in groups for each in group.process_groups()]
     exchange = ShardedExchange(process_groups, groups[0].device, {"hook": "attach", **settings})
     report = []
     if averages:
-        assert hook is not None
-        state = in_group(state, hook, replicated[0][1])
-        report.append(_attach_to_replicas(replicated, names, state, hook, exchange))
+        assert hook is not None and replicated[0].replicas is not None
+        state = in_group(state, hook, replicated[0].replicas)
+        report.append(_attach_to_replicas(replicated, state, hook, exchange))
     if options is not None:
-        report.append(_attach_to_shards(scattered, names, dict(replicated), options, exchange))
+        report.append(_attach_to_shards(scattered, options, exchange))
     plain = ["the reduce-scatter"] if scattered and options is None else []
     if replicated and not averages:
         plain.append("the all-reduce between replicas")
@@ -283,8 +194,7 @@ def attach(
         plain.append(f"{left} parameter groups of several dtypes or without gradients")
     if plain:
         report.append(f"plain: {', '.join(plain)}")
-    parameters = {name: each for group in groups for name, each in zip(names[group], group.fsdp_params, strict=True)}
-    return Attachment(state, "; ".join(report), before, parameters, exchange, model)
+    return Attachment(state, "; ".join(report), model, groups, exchange)
 
 
 def is_attached(model: nn.Module) -> bool:
@@ -292,10 +202,8 @@ def is_attached(model: nn.Module) -> bool:
     return any(map(_is_changed, parameter_groups(model)))
 
 
-def _is_changed(group: Any) -> bool:
-    return isinstance(replica_group(group), ReplicaGroup) or isinstance(
-        reduce_scatter_of(group), QuantizedReduceScatter
-    )
+def _is_changed(group: ParameterGroup) -> bool:
+    return isinstance(group.replicas, ReplicaGroup) or isinstance(group.reduce_scatter, QuantizedReduceScatter)
 
 
 def _reduce_scatter_options(within: object) -> ReduceScatterOptions | None:
@@ -309,14 +217,7 @@ def _reduce_scatter_options(within: object) -> ReduceScatterOptions | None:
     return ReduceScatterOptions(wire=within, use_error_feedback=False)
 
 
-def _check_groups(
-    model: nn.Module,
-    groups: Sequence[Any],
-    replicas: Sequence[dist.ProcessGroup],
-    scattered: Sequence[Any],
-    averages: bool,
-    within: object,
-) -> None:
+def _check_groups(model: nn.Module, groups: Sequence[ParameterGroup], averages: bool, within: object) -> None:
     """Raise an error with the remedy unless the model has the exchanges that are to be compressed."""
     if not groups:
         raise TypeError(
@@ -324,13 +225,14 @@ def _check_groups(
             "fully_shard(model) or replicate(model). FSDP1 (FullyShardedDataParallel) has no place for a compressor: "
             "use fully_shard."
         )
+    replicas = [group.replicas for group in groups if group.replicas is not None]
     if averages and not replicas:
         raise NotImplementedError(
             "This model is sharded by fully_shard over a 1-D mesh, so nothing is averaged between replicas. Pass "
             "attach(model, within='bf16') for the reduce-scatter, or shard over a 2-D mesh (replicate, shard) whose "
             "shards share fast links."
         )
-    if within is not None and not scattered:
+    if within is not None and all(group.shards is None for group in groups):
         raise ValueError("within has no effect on this model, which has no shards. Leave it out.")
     if any(map(_is_changed, groups)):
         raise ValueError("gradwire is attached to this model already. Call detach() of its Attachment first.")
@@ -343,48 +245,37 @@ def _check_groups(
 
 
 def _attach_to_replicas(
-    replicated: Sequence[tuple[Any, dist.ProcessGroup]],
-    names: Mapping[Any, Sequence[str]],
-    state: Any,
-    hook: CommHook,
-    exchange: ShardedExchange,
+    replicated: Sequence[ParameterGroup], state: Any, hook: CommHook, exchange: ShardedExchange
 ) -> str:
     """Let a hook average all parameter groups; returns a line of the report."""
-    buckets = []
-    for group, own in replicated:
-        stand_in = ReplicaGroup(own, group, names[group], state, hook, exchange)
-        replace_replica_group(group, stand_in)
-        buckets.append(stand_in.bucket(reduced_dtype(group)))
-    found = [bucket for bucket in buckets if bucket is not None]
-    exchange.n_groups = len(found)
-    layouts = {
-        name: each for bucket in found for name, each in zip(bucket.parameter_names(), bucket.parameters(), strict=True)
-    }
-    for bucket in found:
+    buckets: list[ShardBucket] = []
+    layouts: dict[str, torch.Tensor] = {}
+    for group in replicated:
+        stand_in = ReplicaGroup(group, state, hook, exchange)
+        group.replace_replicas(stand_in)
+        if (bucket := stand_in.bucket(group.reduced_dtype())) is not None:
+            buckets.append(bucket)
+            layouts.update(zip(bucket.parameter_names(), bucket.parameters(), strict=True))
+    exchange.n_groups = len(buckets)
+    for bucket in buckets:
         bucket.model_parameters = list(layouts.values())
     if isinstance(state, HookState):
         # A pattern may match only parameters that are not compressed, or of which this rank has no rows.
-        empty = {name: torch.empty(0, device=group.device) for group, _ in replicated for name in names[group]}
+        empty = {name: torch.empty(0, device=group.device) for group in replicated for name in group.parameters}
         state.names.bind_layouts(empty | layouts)
         exchange.step_ends.append(state._begin_step)
     return (
         f"{name_of(hook)} compresses the all-reduce of {exchange.n_groups} parameter groups between "
-        f"{replicated[0][1].size()} replicas"
+        f"{stand_in.size()} replicas"
     )
 
 
 def _attach_to_shards(
-    scattered: Sequence[Any],
-    names: Mapping[Any, Sequence[str]],
-    replicas: Mapping[Any, dist.ProcessGroup],
-    options: ReduceScatterOptions,
-    exchange: ShardedExchange,
+    scattered: Sequence[ParameterGroup], options: ReduceScatterOptions, exchange: ShardedExchange
 ) -> str:
     """Quantize the reduce-scatter of parameter groups; returns a line of the report."""
     for group in scattered:
-        native = reduce_scatter_of(group)
-        compressed = QuantizedReduceScatter(native, group, names[group], replicas.get(group), options, exchange)
-        replace_reduce_scatter(group, compressed)
+        group.replace_reduce_scatter(QuantizedReduceScatter(group, options, exchange))
     errors = str(options.error_dtype).removeprefix("torch.")
     feedback = f", and error feedback in {errors}" if options.use_error_feedback else ""
     return f"{len(scattered)} parameter groups are reduce-scattered in {options.wire}, with sums in fp32{feedback}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 
@@ -14,12 +14,13 @@ from gradwire.comm.connections import has_streams
 from gradwire.comm.torch_internals import NO_BACKWARD, current_backward, queue_callback
 from gradwire.comm.transport import wait_for
 from gradwire.hooks._handshake import compare_settings
-from gradwire.sharded.torch_internals import holds_partial_sums
+from gradwire.sharded.torch_internals import ParameterGroup
 
 
-def described(names: Sequence[str]) -> str:
-    """Parameter names, for an error message."""
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more parameters"
+def described(group: ParameterGroup) -> str:
+    """The parameters of a group, for an error message."""
+    first, *others = group.parameters
+    return f"{first} and {len(others)} more parameters" if others else first
 
 
 def name_of(hook: object) -> str:
@@ -60,8 +61,8 @@ class ShardedExchange:
         self.n_groups = self.n_steps = 0
         self.averaged: list[object] = []
         self.step_ends: list[Callable[[], None]] = []
-        self.awaited: dict[object, tuple[dist.ProcessGroup, str, Callable[[], None]]] = {}
-        self.unapplied: dict[object, list[Callable[[], None]]] = {}
+        self.awaited: dict[ParameterGroup, tuple[dist.ProcessGroup, str, Callable[[], None]]] = {}
+        self.unapplied: dict[ParameterGroup, list[Callable[[], None]]] = {}
         self.is_loaded = False
         self.device, self._settings = device, settings
         self._agreed: dict[dist.ProcessGroup, int] = {}  # generation of the connections in the latest handshake
@@ -160,7 +161,7 @@ class ShardedExchange:
             raise error
         self.n_steps += 1
         for group in list(self.unapplied):
-            if not holds_partial_sums(group):
+            if not group.holds_partial_sums():
                 del self.unapplied[group]
         for step_ends in self.step_ends:
             step_ends()

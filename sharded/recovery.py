@@ -15,8 +15,8 @@ from gradwire.comm.torch_internals import collective_counts
 from gradwire.hooks._handshake import digest
 from gradwire.hooks.hook_state import HookState, share_hook_state
 from gradwire.sharded.exchange import ShardedExchange
-from gradwire.sharded.shards import QuantizedReduceScatter
-from gradwire.sharded.torch_internals import discard_step, is_in_backward, runs_optimizers
+from gradwire.sharded.reduce_scatter import QuantizedReduceScatter
+from gradwire.sharded.torch_internals import ParameterGroup, discard_step, is_in_backward, runs_optimizers
 
 CALL = "Attachment.resynchronize()"
 REMEDY = "Restart the job from a checkpoint."
@@ -25,16 +25,17 @@ REMEDY = "Restart the job from a checkpoint."
 def resynchronize(
     model: nn.Module,
     state: object,
-    parameters: Mapping[str, Any],
-    exchange: ShardedExchange,
+    groups: Sequence[ParameterGroup],
     reduce_scatters: Sequence[QuantizedReduceScatter],
-    replicas: dist.ProcessGroup | None,
+    exchange: ShardedExchange,
 ) -> None:
     """Discard the failed step, replace the connections, and share the hook's state: `Attachment.resynchronize`.
 
     All checks come before any change, on facts of all ranks exchanged through the store: collectives may be stuck.
     """
     exchange.leave(f"{CALL} was called")
+    replicas = next((group.replicas for group in groups if group.replicas is not None), None)
+    parameters = {name: each for group in groups for name, each in group.parameters.items()}
     shards = {name: each.sharded_param.detach().to_local() for name, each in parameters.items()}
     mine = {
         "generation": max(connections_of(group).generation for group in exchange.groups),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from gradwire.comm.torch_internals import TESTED_TORCH
+from gradwire.hooks._names import plain_name
 
 _GROUP_NAMES = (
     "fsdp_params",
@@ -33,27 +35,126 @@ _PARAMETER_NAMES = (
 )
 
 
-def parameter_groups(model: nn.Module) -> Iterator[Any]:
-    """Every parameter group of FSDP2 in ``model``. A group reduces its gradients together.
+class ParameterGroup:
+    """A parameter group of FSDP2, which reduces its gradients together, in one flat tensor.
+
+    Attributes:
+        parameters: FSDP2's parameters, by fully qualified name.
+        device: device of the gradients. Parameters may be offloaded to another one.
+        shards: the ranks of a replica, which reduce-scatter the gradients; None without shards.
+        replicas: the ranks that hold the same shards, and all-reduce them; None without replicas.
+    """
+
+    def __init__(self, group: Any, module_names: Mapping[nn.Module, str]) -> None:
+        _require(group, _GROUP_NAMES)
+        mesh = group.mesh_info
+        _require_mesh(mesh)
+        self.parameters: dict[str, Any] = {}
+        for parameter in group.fsdp_params:
+            _require(parameter, _PARAMETER_NAMES)
+            _require(parameter.sharded_param, ("_post_accumulate_grad_hooks",))
+            name = f"{module_names[parameter._module_info.module]}.{parameter._module_info.param_name}"
+            self.parameters[name.removeprefix(".")] = parameter
+        self.device: torch.device = group.device
+        self.shards: dist.ProcessGroup | None = None
+        if getattr(mesh, "shard_mesh_size", 1) > 1:
+            self.shards = mesh.shard_process_group
+        replicas = getattr(mesh, "replicate_process_group", None)
+        self.replicas = replicas if isinstance(replicas, dist.ProcessGroup) else None
+        self._group, self._mesh, self._reduce_scatter = group, mesh, group._reduce_scatter_comm
+
+    def process_groups(self) -> list[dist.ProcessGroup]:
+        """Shards, replicas, and all other groups of several ranks in the parameters' meshes: tensor parallel ones."""
+        meshes = dict.fromkeys(each.sharded_param.device_mesh for each in self.parameters.values())
+        others = (found for mesh in meshes for found in mesh.get_all_groups() if found.size() > 1)
+        return [each for each in (self.shards, self.replicas, *others) if each is not None]
+
+    @property
+    def reduce_scatter(self) -> Any:
+        """The object that reduce-scatters the gradients."""
+        return self._group._reduce_scatter_comm
+
+    def replace_reduce_scatter(self, replacement: Any) -> None:
+        """Reduce-scatter the gradients through ``replacement``."""
+        self._group._reduce_scatter_comm = replacement
+
+    def replace_replicas(self, replacement: dist.ProcessGroup) -> None:
+        """All-reduce the shards through ``replacement``. Other parameter groups keep their own process group."""
+        self._group.mesh_info = copy.copy(self._mesh)
+        self._group.mesh_info.replicate_process_group = replacement
+
+    def restore(self) -> None:
+        """Undo the replacements."""
+        self._group.mesh_info, self._group._reduce_scatter_comm = self._mesh, self._reduce_scatter
+
+    def trainable(self) -> dict[str, Any] | None:
+        """The trainable parameters by name, in the order of the flat tensor; None if their order is unknown.
+
+        PyTorch 2.15 orders parameters by the dtype of their gradients.
+        """
+        found = {name: each for name, each in self.parameters.items() if each.sharded_param.requires_grad}
+        dtypes = {(each.sharded_param.dtype, gradient_dtype(each)) for each in found.values()}
+        return found if len(dtypes) <= 1 else None
+
+    def flat_order(self) -> dict[str, torch.Size]:
+        """Sizes of the padded shards of `trainable` parameters that have elements, by name; empty if unknown."""
+        sizes = {name: each.padded_sharded_param_size for name, each in (self.trainable() or {}).items()}
+        return {name: size for name, size in sizes.items() if size.numel() > 0}
+
+    def reduced_dtype(self) -> torch.dtype:
+        """The dtype in which the gradients are expected to be reduced."""
+        first = next(iter(self.parameters.values()))
+        dtype: torch.dtype = first.mp_policy.reduce_dtype or first.mp_policy.param_dtype or first.sharded_param.dtype
+        return dtype
+
+    def mean_weight(self) -> float:
+        """The factor by which the mean gradient multiplies the sum of the tensors that all ranks reduce-scatter.
+
+        With fp16 gradients, FSDP2 divides these tensors by a power of two.
+        """
+        world_size = math.prod(each.size() for each in (self.shards, self.replicas) if each is not None)
+        divisor, divided_before = self._group.gradient_divide_factor or world_size, 1
+        if self.reduced_dtype() == torch.float16:
+            while divisor % divided_before == 0 and divisor / divided_before > divided_before:
+                divided_before *= 2
+        return divided_before / float(divisor)
+
+    def holds_partial_sums(self) -> bool:
+        """Whether it holds sums of a replica that later micro-batches will all-reduce."""
+        return self._group._partial_reduce_output is not None
+
+    def is_read_in_backward(self, dtype: torch.dtype) -> bool:
+        """Whether FSDP2 reads an all-reduced flat tensor of ``dtype`` before the end of the backward.
+
+        Otherwise the flat tensor is the memory of the gradients.
+        """
+        found = [each for each in self.parameters.values() if each.sharded_param.requires_grad]
+        dtypes = set(map(gradient_dtype, found))
+        is_kept = dtypes == {dtype} and all(each.sharded_param.grad is None for each in found)
+        return not is_kept or runs_optimizers(found) or self._group._all_reduce_hook is not None
+
+
+def parameter_groups(model: nn.Module) -> Iterator[ParameterGroup]:
+    """Every parameter group of FSDP2 in ``model``.
 
     Raises:
         NotImplementedError: this release of PyTorch lacks a private name.
     """
+    module_names = {module: plain_name(name) for name, module in model.named_modules()}
     for module in model.modules():
         if isinstance(module, FSDPModule):
             with _private_names():
                 state = module._get_fsdp_state()
                 _require(state, ("_is_root", "_state_ctx"))
                 _require(state._state_ctx, ("post_backward_final_callback_queued",))
-                groups = _groups_of(state)
-                for group in groups:
-                    _require(group, _GROUP_NAMES)
-                    _require_mesh(group.mesh_info)
-                    for parameter in group.fsdp_params:
-                        _require(parameter, _PARAMETER_NAMES)
-                        _require(parameter._module_info, ("module", "param_name"))
-                        _require(parameter.sharded_param, ("_post_accumulate_grad_hooks",))
+                groups = [ParameterGroup(group, module_names) for group in _groups_of(state)]
             yield from groups
+
+
+def gradient_dtype(parameter: Any) -> torch.dtype | None:
+    """The dtype of a parameter's gradient: since PyTorch 2.15, it may differ from the parameter's. None: any dtype."""
+    dtype: torch.dtype | None = getattr(parameter, "sharded_grad_dtype", parameter.sharded_param.dtype)
+    return dtype
 
 
 @contextmanager
@@ -120,27 +221,6 @@ def _require_mesh(mesh_info: Any) -> None:
         _require(mesh_info, ("shard_process_group",))
 
 
-def has_shards(group: Any) -> bool:
-    """Whether a parameter group reduce-scatters its gradients within a replica."""
-    return getattr(group.mesh_info, "shard_mesh_size", 1) > 1
-
-
-def shard_group(group: Any) -> dist.ProcessGroup | None:
-    """The process group over which a parameter group is sharded; None without shards."""
-    return group.mesh_info.shard_process_group if has_shards(group) else None
-
-
-def mesh_groups(group: Any) -> list[dist.ProcessGroup]:
-    """Process groups with more than one rank of all dimensions of the parameters' meshes, tensor parallel ones too."""
-    meshes = dict.fromkeys(each.sharded_param.device_mesh for each in group.fsdp_params)
-    return [found for mesh in meshes for found in mesh.get_all_groups() if found.size() > 1]
-
-
-def holds_partial_sums(group: Any) -> bool:
-    """Whether a parameter group holds sums of a replica that later micro-batches will all-reduce."""
-    return group._partial_reduce_output is not None
-
-
 def is_in_backward(model: nn.Module) -> bool:
     """Whether an error has ended a backward that FSDP2 still takes for running, and that `discard_step` cannot end."""
     states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
@@ -163,97 +243,3 @@ def discard_step(model: nn.Module) -> None:
 def runs_optimizers(parameters: Iterable[Any]) -> bool:
     """Whether FSDP2's parameters have hooks that may apply a gradient in the backward."""
     return any(each.sharded_param._post_accumulate_grad_hooks for each in parameters)
-
-
-def is_read_in_backward(group: Any, dtype: torch.dtype) -> bool:
-    """Whether FSDP2 reads an all-reduced flat tensor of ``dtype`` before the end of the backward.
-
-    Otherwise the flat tensor is the memory of the gradients.
-    """
-    found = [each for each in group.fsdp_params if each.sharded_param.requires_grad]
-    dtypes = set(map(gradient_dtype, found))
-    is_kept = dtypes == {dtype} and all(each.sharded_param.grad is None for each in found)
-    return not is_kept or runs_optimizers(found) or group._all_reduce_hook is not None
-
-
-def replica_group(group: Any) -> dist.ProcessGroup | None:
-    """The process group over which a parameter group is all-reduced between replicas; None without replicas."""
-    return replicas_of(group.mesh_info)
-
-
-def replicas_of(mesh_info: Any) -> dist.ProcessGroup | None:
-    """`replica_group`, from the mesh of a parameter group."""
-    found = getattr(mesh_info, "replicate_process_group", None)
-    return found if isinstance(found, dist.ProcessGroup) else None
-
-
-def replace_replica_group(group: Any, replacement: dist.ProcessGroup) -> None:
-    """Let a parameter group all-reduce through ``replacement``. Other parameter groups keep their own."""
-    group.mesh_info = copy.copy(group.mesh_info)
-    group.mesh_info.replicate_process_group = replacement
-
-
-def restore(group: Any, mesh_info: Any, reduce_scatter: Any) -> None:
-    """Give a parameter group the mesh and the reduce-scatter that it had."""
-    group.mesh_info, group._reduce_scatter_comm = mesh_info, reduce_scatter
-
-
-def reduce_scatter_of(group: Any) -> Any:
-    """The object that reduce-scatters the gradients of a parameter group."""
-    return group._reduce_scatter_comm
-
-
-def replace_reduce_scatter(group: Any, replacement: Any) -> None:
-    """Let a parameter group reduce-scatter its gradients through ``replacement``."""
-    group._reduce_scatter_comm = replacement
-
-
-def parameter_names(group: Any, module_names: Mapping[nn.Module, str]) -> list[str]:
-    """Fully qualified names of the parameters of a group, from the names of all modules."""
-    infos = [parameter._module_info for parameter in group.fsdp_params]
-    return [f"{module_names[info.module]}.{info.param_name}".removeprefix(".") for info in infos]
-
-
-def trainable(group: Any, names: Sequence[str]) -> dict[str, Any] | None:
-    """The trainable parameters of a group by name, in the order of its flat tensor; None if their order is unknown.
-
-    PyTorch 2.15 orders parameters by the dtype of their gradients.
-    """
-    found = {
-        name: each for name, each in zip(names, group.fsdp_params, strict=True) if each.sharded_param.requires_grad
-    }
-    dtypes = {(each.sharded_param.dtype, gradient_dtype(each)) for each in found.values()}
-    return found if len(dtypes) <= 1 else None
-
-
-def gradient_dtype(parameter: Any) -> torch.dtype | None:
-    """The dtype of a parameter's gradient: since PyTorch 2.15, it may differ from the parameter's. None: any dtype."""
-    dtype: torch.dtype | None = getattr(parameter, "sharded_grad_dtype", parameter.sharded_param.dtype)
-    return dtype
-
-
-def flat_order(group: Any, names: Sequence[str]) -> dict[str, torch.Size] | None:
-    """Sizes of the padded shards of the `trainable` parameters that have elements, by name; None if unknown or none."""
-    sizes = {name: each.padded_sharded_param_size for name, each in (trainable(group, names) or {}).items()}
-    return {name: size for name, size in sizes.items() if size.numel() > 0} or None
-
-
-def mean_weight(group: Any) -> float:
-    """The factor by which the mean gradient multiplies the sum of the tensors that all ranks reduce-scatter.
-
-    With fp16 gradients, FSDP2 divides these tensors by a power of two.
-    """
-    replicas = replica_group(group)
-    world_size = group.mesh_info.shard_mesh_size * (1 if replicas is None else replicas.size())
-    divisor, divided_before = group.gradient_divide_factor or world_size, 1
-    if reduced_dtype(group) == torch.float16:
-        while divisor % divided_before == 0 and divisor / divided_before > divided_before:
-            divided_before *= 2
-    return divided_before / float(divisor)
-
-
-def reduced_dtype(group: Any) -> torch.dtype:
-    """The dtype in which a parameter group is expected to reduce its gradients."""
-    first = group.fsdp_params[0]
-    dtype: torch.dtype = first.mp_policy.reduce_dtype or first.mp_policy.param_dtype or first.sharded_param.dtype
-    return dtype

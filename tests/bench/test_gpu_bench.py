@@ -8,16 +8,7 @@ import torch
 
 from gradwire.bench import implementations
 from gradwire.bench.gpu import sanitizer, timings
-from gradwire.bench.gpu.timings import (
-    CAPTURED,
-    GRAPHS,
-    LINKED,
-    TIMED,
-    captured_step,
-    hook_bytes,
-    hook_step,
-    kernel,
-)
+from gradwire.bench.gpu.timings import CAPTURED, GRAPHS, LINKED, TIMED, captured_step, hook_bytes, hook_step, kernel
 from gradwire.bench.implementations import GRADWIRE, PYTORCH
 from gradwire.bench.kernel_cases import CASES, KernelCase
 from gradwire.planner.hook_registry import HOOKS

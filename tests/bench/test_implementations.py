@@ -1,4 +1,4 @@
-"""The implementations that the benches time, with a small model, and the check that they must pass first."""
+"""The implementations and models that the benches time, and the check that an implementation must pass first."""
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from gradwire.bench.implementations import (
     complaint_about_mean,
     make_batch,
 )
+from gradwire.bench.models import MODELS
 from gradwire.planner.hook_registry import HOOKS
 
 CPU = torch.device("cpu")
@@ -101,3 +102,11 @@ def test_feedback_step_must_lose_nothing_and_approximate_the_mean():
         step = low_rank_step()
         step[index][0, 0] = float("nan")
         assert complain(*step) is not None
+
+
+def test_models_have_their_numbers_of_parameters():
+    sizes = {"tiny-layers": (200, 0.0), "transformer": (200, 3.2), "mlp": (10, 50.0)}
+    for name, size in sizes.items():
+        with torch.device("meta"):
+            tensors = list(MODELS[name].build().parameters())
+        assert (len(tensors), round(sum(tensor.numel() for tensor in tensors) / 1e6, 1)) == size

@@ -79,31 +79,6 @@ def test_rate_beyond_the_token_bucket_is_refused_for_interfaces_only():
         parse_rate("400gbit", "--rates")
 
 
-@contextlib.contextmanager
-def refuse(count):
-    raise NamespaceError("Operation not permitted")
-    yield
-
-
-@pytest.mark.parametrize(
-    ("has_pyroute2", "euid", "platform", "hosts", "expected"),
-    [
-        (True, 0, "linux", contextlib.nullcontext, None),
-        (False, 0, "linux", contextlib.nullcontext, "pyroute2 is not installed"),
-        (True, 1000, "linux", contextlib.nullcontext, "only root"),
-        (True, 0, "darwin", contextlib.nullcontext, "Linux"),
-        (True, 0, "linux", refuse, "the system refuses to make network namespaces: Operation not permitted"),
-    ],
-)
-def test_missing_namespace_support_names_reason(monkeypatch, has_pyroute2, euid, platform, hosts, expected):
-    monkeypatch.setattr(namespaces, "hosts", hosts)
-    monkeypatch.setattr(namespaces, "_HAS_PYROUTE2", has_pyroute2)
-    monkeypatch.setattr(namespaces.os, "geteuid", lambda: euid)
-    monkeypatch.setattr(namespaces.sys, "platform", platform)
-    obstacle = namespaces.obstacle()
-    assert obstacle is None if expected is None else expected in obstacle
-
-
 PROC_NET_DEV = """\
 Inter-|   Receive                                           |  Transmit
  face |bytes packets errs drop fifo frame compressed multicast|bytes packets errs drop fifo colls carrier compressed

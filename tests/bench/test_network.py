@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-from gradwire.bench import emulated, implementations, namespaces, network
+from gradwire.bench import emulated, namespaces, network
 from gradwire.bench.emulated import LATENCY, wire_seconds
 from gradwire.bench.implementations import GRADWIRE, LAYERS, NARROW, PYTORCH, WIDE
 from gradwire.bench.namespaces import NamespaceError, Rate
@@ -54,33 +54,6 @@ def test_exposed_time_is_beyond_noop_on_same_ddp_with_same_buckets():
     assert values(records, Metric.EXPOSED_MS) == [0, 0, 0, 120, 20, 140, 20]
     assert set(values(records, Metric.SENT_PER_STEP)) == {1002}
     assert values(made_up(sent=None), Metric.SENT_PER_STEP) == []
-
-
-def test_sent_bytes_include_a_step_and_both_barriers(world_of_one, monkeypatch):
-    for name, value in {"LAYERS": 2, "NARROW": 32, "WIDE": 64}.items():
-        monkeypatch.setattr(implementations, name, value)
-    sent, limits = [0], []
-
-    def step(implementation, batch):
-        sent.append({"noop": 0, "fp16": 1000}[implementation.hook])
-        return 1e-3
-
-    made = network.make_implementations(["fp16"], torch.device("cpu"))
-    monkeypatch.setattr(implementations.Implementation, "step", step)
-    monkeypatch.setattr(implementations.Implementation, "check", lambda *_: None)
-    monkeypatch.setattr(dist, "barrier", lambda: sent.append(10))
-    monkeypatch.setattr(network, "_probe", lambda *_: sent.append(100_000) or 9.0)
-    monkeypatch.setattr(namespaces, "sent_bytes", lambda: sum(sent))
-    monkeypatch.setattr(namespaces, "limit", limits.append)
-    rates = [Rate.parse(rate) for rate in ("100mbit", "1gbit", "unlimited")]
-    records = network.time_steps(made, [rate.name for rate in rates], steps=3, hosts=2)
-    assert limits == [rates[1], *rates], "the first steps take the fastest limited link"
-    assert values(records, Metric.LINK_RATE) == [9.0] * 3
-    sizes = (("noop", 20), ("noop", 20), ("fp16", 1020), ("fp16", 1020))
-    found = [
-        (record["rate"], record["hook"], record.p50) for record in records if record.metric == Metric.SENT_PER_STEP
-    ]
-    assert found == [(rate.name, *size) for rate in rates for size in sizes]
 
 
 @pytest.mark.parametrize(("hosts", "mbit"), [(2, 1000.0), (4, 1500.0)])

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 import re
 import subprocess
 
@@ -11,7 +10,7 @@ import torch
 
 from gradwire.bench import record, timing
 from gradwire.bench.launch import HERE, LaunchError, launch
-from gradwire.bench.record import Measured, Record, load, provenance, replacing, save
+from gradwire.bench.record import Measured, Record, load, provenance, save
 from gradwire.bench.timing import BackgroundLoad, in_turn
 
 
@@ -112,29 +111,9 @@ def test_records_survive_a_round_trip_through_a_file(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_file_is_replaced_whole_or_not_at_all(tmp_path):
-    path = tmp_path / "file"
-    path.write_text("old")
-    with pytest.raises(KeyboardInterrupt), replacing(path) as partial:
-        partial.write_text("ne")
-        raise KeyboardInterrupt
-    assert path.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [path]
-
-
 def run_python(code):
     """``code`` in each of two ranks; `timeit` because its arguments are statements."""
     launch("timeit", ["-n1", "-r1", f"import os, sys, time\n{code}"], [HERE] * 2)
-
-
-def test_each_rank_gets_its_environment(tmp_path):
-    names = "('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'GLOO_SOCKET_IFNAME', 'OMP_NUM_THREADS')"
-    run_python(f"open({str(tmp_path)!r} + '/' + os.environ['RANK'], 'w').write(str([os.environ[k] for k in {names}]))")
-    for rank in "01":
-        written = (tmp_path / rank).read_text()
-        threads = os.environ.get("OMP_NUM_THREADS", "1")
-        interface = os.environ.get("GLOO_SOCKET_IFNAME", HERE.interface)
-        assert written == str([rank, rank, "2", "127.0.0.1", interface, threads])
 
 
 def test_failed_rank_ends_the_others(tmp_path):

@@ -165,15 +165,6 @@ def test_auto_keeps_gradients_and_random_numbers_of_the_script():
 
 
 @on_ranks(2)
-def test_hook_of_the_script_ends_the_measurement_of_auto():
-    with run.compressed("auto") as made, pytest.warns(run.HookReplacedWarning):
-        ddp = DistributedDataParallel(build("mlp"))
-        ddp.register_comm_hook(None, fp16_compress_hook)
-        steps_of(ddp, STEPS + 2)
-    assert made[0].summary == "" and "not used" in run.report(made)
-
-
-@on_ranks(2)
 def test_auto_refuses_sharded_models():
     model = fully_shard(build("mlp"), mesh=init_device_mesh("cpu", (2,)))
     with run.compressed("auto"), pytest.raises(ValueError, match="--hook auto measures models of Distributed"):
@@ -519,24 +510,6 @@ def test_probe_counts_times_of_buckets_from_the_begin_of_the_backward(world_of_o
     assert cost.ready == pytest.approx((1, 1, 21, 21))
     assert cost.backward == pytest.approx(21)
     assert cost.optimizer == pytest.approx(3)
-
-
-@on_ranks(2)
-def test_probe_counts_micro_batches_as_forward_and_evaluations_as_the_rest():
-    probes = []
-    ddp = DistributedDataParallel(build("mlp"), bucket_cap_mb=SMALL)
-    probe = probed(ddp, probes.append)
-    batch = torch.randn(4, next(ddp.parameters()).shape[1])
-    for _ in range(STEPS + 1):
-        with ddp.no_sync():
-            ddp(batch).sum().backward()
-        ddp(batch).sum().backward()
-        with torch.no_grad():
-            ddp(batch)
-    assert probes == [probe]
-    assert all(seconds >= 0 for sample in probe._samples for seconds in sample)
-    cost, _ = probe.model(Overlap.NOTHING)
-    assert cost.forward > 0 and cost.optimizer > 0
 
 
 def test_advise_says_that_a_script_is_too_short(tmp_path, capsys):

@@ -29,13 +29,6 @@ def test_every_tensor_starts_a_block():
     assert blocks.block_segments.dtype == torch.int32
 
 
-def test_blocks_have_counts_keys_and_starts():
-    counts, keys, starts = table((100,), (), (200,)).blocks(1, 5)
-    assert counts.tolist() == [36, 1, 64, 64]
-    assert keys.tolist() == [0, 1, 2, 2]
-    assert starts.tolist() == [64, 0, 0, 64]
-
-
 def test_complex_elements_count_twice():
     blocks = table((40,), dtype=torch.complex64)
     assert blocks.lengths == [80]
@@ -70,11 +63,6 @@ def test_packed_table_has_first_blocks_and_keys():
 def test_wrong_block_size_raises(block_size):
     with pytest.raises(ValueError, match="power of two from 32 to 1024"):
         table((5,), block_size=block_size)
-
-
-def test_wrong_number_of_keys_raises():
-    with pytest.raises(ValueError, match="one for each"):
-        BlockTable(empties([(5,)]), 64, [1, 2])
 
 
 @PROPERTY

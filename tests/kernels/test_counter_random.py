@@ -44,13 +44,6 @@ def test_uniform_matches_splitmix64(device, key, step):
     assert_same_bits(found.cpu().double(), uniform_oracle(key, step, 40), f"stream {key}, {step}")
 
 
-def test_uniform_at_any_indices_gives_the_same_stream(device):
-    long = uniform(5, at(3, device), torch.arange(1000, device=device))
-    for index in ([], [0], [999, 3, 3], [[1, 2], [998, 0]]):
-        index = torch.tensor(index, dtype=torch.int64, device=device)
-        assert_same_bits(uniform(5, at(3, device), index), long[index], f"at {index}")
-
-
 @triton.jit
 def _uniform_kernel(out_ptr, counters_ptr, N: tl.constexpr):
     offs = tl.arange(0, N)

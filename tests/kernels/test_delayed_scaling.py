@@ -98,14 +98,6 @@ def test_update_scale_matches_reference_and_formula(device, exponent, calibrated
     assert state.counters.window.tolist() == expected
 
 
-def test_scales_at_every_exponent_are_exact_powers_of_two(device):
-    for exponent in range(-MAX_EXPONENT, MAX_EXPONENT + 1):
-        state = State(exponent, 1, NAN, [0, 0, 0, 0], device)
-        update_scale(*state.tensors(), **{**OPTIONS, "inverse_world": 1.0}, is_last=True)
-        assert state.exponent.window.tolist() == [exponent, 1]
-        assert state.scales.window.tolist() == [2.0**exponent, 2.0**-exponent]
-
-
 @settings(PROPERTY, max_examples=10 if INTERPRETED else 40)
 @given(
     start=exponents,

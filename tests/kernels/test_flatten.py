@@ -3,13 +3,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gradwire.kernels import (
-    SegmentTable,
-    flatten,
-    flatten_reference,
-    segment_table,
-    unflatten,
-)
+from gradwire.kernels import SegmentTable, flatten, flatten_reference, segment_table, unflatten
 from gradwire.kernels.segment_table import CPU_BLOCK_NUMEL
 from tests.kernels.cases import (
     LIMITS,
@@ -91,79 +85,42 @@ FP16_MAX, FP16_TINY = 65504.0, 2.0**-24
 BF16_MAX, FP32_MAX = float(torch.finfo(torch.bfloat16).max), float(torch.finfo(torch.float32).max)
 EXPLICIT = {
     torch.float16: [
-        (0.0, 1.0, 0.0, None),
         (-0.0, 1.0, -0.0, None),
         (NAN, 1.0, NAN, 0),
-        (INF, 1.0, INF, 0),
         (-INF, 0.5, -INF, 0),
         (INF, 0.0, NAN, 0),
-        (65504.0, 1.0, FP16_MAX, None),
         (65519.99, 1.0, FP16_MAX, 1),
-        (65520.0, 1.0, FP16_MAX, 1),
-        (7e4, 1.0, FP16_MAX, 1),
         (-7e4, 1.0, -FP16_MAX, 1),
         (7e4, -1.0, -FP16_MAX, 1),
         (1e5, 0.5, 49984.0, None),  # scaled before the cast; 5e4 is a tie
-        (3e38, 4.0, FP16_MAX, 1),  # the product overflows fp32
-        (-3e38, 4.0, -FP16_MAX, 1),
+        (-3e38, 4.0, -FP16_MAX, 1),  # the product overflows fp32
         (1.0, INF, FP16_MAX, 1),
         (1.0, NAN, NAN, None),  # a finite element, and not above the limit
-        (2.0**-14, 1.0, 2.0**-14, None),  # smallest normal
-        (FP16_TINY, 1.0, FP16_TINY, None),
         (FP16_TINY / 2, 1.0, 0.0, None),  # ties to even
-        (FP16_TINY * 1.5, 1.0, FP16_TINY * 2, None),
-        (-FP16_TINY / 4, 1.0, -0.0, None),
-        (1 + 2.0**-11, 1.0, 1.0, None),
         (1 + 3 * 2.0**-11, 1.0, 1 + 2.0**-9, None),
-        (1 + 2.0**-11 + 2.0**-23, 1.0, 1 + 2.0**-10, None),
     ],
     torch.bfloat16: [
-        (-0.0, 1.0, -0.0, None),
-        (NAN, 1.0, NAN, 0),
-        (-INF, 1.0, -INF, 0),
-        (BF16_MAX, 1.0, BF16_MAX, None),
         (FP32_MAX, 1.0, BF16_MAX, 1),  # would round to infinity
-        (-FP32_MAX, 2.0, -BF16_MAX, 1),
-        (2.0**-126, 1.0, 2.0**-126, None),
         (2.0**-133, 1.0, 2.0**-133, None),  # smallest subnormal
-        (2.0**-134, 1.0, 0.0, None),
-        (2.0**-149, 1.0, 0.0, None),
-        (1 + 2.0**-8, 1.0, 1.0, None),
         (1 + 3 * 2.0**-8, 1.0, 1 + 2.0**-6, None),
-        (1 + 2.0**-8 + 2.0**-23, 1.0, 1 + 2.0**-7, None),
     ],
     torch.float32: [
-        (-0.0, 1.0, -0.0, None),
-        (NAN, 2.0, NAN, 0),
-        (INF, 2.0, INF, 0),
-        (FP32_MAX, 1.0, FP32_MAX, None),
-        (FP32_MAX, 2.0, FP32_MAX, 1),
         (-FP32_MAX, 2.0, -FP32_MAX, 1),
         (2.0**-126, 0.5, 2.0**-127, None),  # subnormal numbers are kept
-        (2.0**-149, 1.0, 2.0**-149, None),
-        (2.0**-149, 0.5, 0.0, None),
-    ],
-    torch.float64: [
-        (-0.0, 1.0, -0.0, None),
-        (NAN, 2.0, NAN, 0),
-        (INF, 2.0, INF, 0),
-        (2.0**-149, 1.0, 2.0**-149, None),
-        (1e30, 2.0, None, None),
     ],
 }
 
 
 @pytest.mark.parametrize("counted", [True, False], ids=["counted", "uncounted"])
-@pytest.mark.parametrize("wire", WIRES, ids=name)
+@pytest.mark.parametrize("wire", EXPLICIT, ids=name)
 def test_flatten_of_explicit_fp32_values_gives_written_down_wire(wire, counted, device):
     for value, scale, expected, counter in EXPLICIT[wire]:
         source = torch.tensor([1.0, value, 1.0], device=device)
         out = torch.full((3,), NAN, dtype=wire, device=device)
         counters = torch.zeros(2, dtype=torch.int64, device=device)
         flatten([source], out, scale=scale, counters=counters if counted else None)
-        wanted = (source[1] * scale).item() if expected is None else expected
         what = f"{value!r} * {scale!r}"
-        assert_same_bits(out[1].cpu(), torch.tensor(wanted).to(wire), what)
+        assert_same_bits(out[1].cpu(), torch.tensor(expected).to(wire), what)
         if counted and abs(scale) < INF:
             assert counters.tolist() == [int(counter == 0), int(counter == 1)], what
 

@@ -26,7 +26,6 @@ from gradwire.compress import (
     powersgd_all_reduce,
     quantized_all_reduce,
 )
-from gradwire.kernels import SegmentTable, flatten, unflatten
 from tests.kernels.empty_driver import empty_gpu
 from tests.kernels.test_variants import TRANSPORT, cast, powersgd, quantized
 
@@ -160,21 +159,3 @@ def test_step_of_a_bucket_keeps_to_its_budget(hook):
     assert calls > launches > 0, "the counters see nothing"
     spent = (calls, launches, allocations.counts.total())
     assert all(actual <= budget for actual, budget in zip(spent, budgets, strict=True)), spent
-
-
-@pytest.mark.parametrize("n_tensors", [1, 160])
-@pytest.mark.parametrize("function", [flatten, unflatten])
-def test_cast_of_a_bucket_makes_as_many_calls_for_many_tensors_as_for_one(function, n_tensors):
-    tensors = [torch.empty(100) for _ in range(n_tensors)]
-    table, wire = SegmentTable(tensors), torch.empty(100 * n_tensors, dtype=torch.bfloat16)
-    arguments = (tensors, wire) if function is flatten else (wire, tensors)
-    with empty_gpu() as driver:
-        for _ in range(2):  # the first uploads the addresses, and makes the comparison of all layouts at once
-            function(*arguments, table=table)
-        driver.launches.clear()
-        with Allocations() as allocations:
-            function(*arguments, table=table)
-        launches = len(driver.launches)
-        calls = calls_of(lambda: function(*arguments, table=table))
-    assert (launches, allocations.counts.total()) == (1, 0)
-    assert launches < calls <= 28

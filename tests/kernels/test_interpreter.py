@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from gradwire.kernels.flatten_triton import NUM_WARPS, _flatten_kernel, _unflatten_kernel
+from gradwire.kernels.flatten_triton import NUM_WARPS, _flatten_kernel
 from gradwire.kernels.segment_table import CHUNK_NUMEL
 from tests.kernels.cases import INTERPRETED, name
 from tests.kernels.exact import Guarded, as_float64, assert_same_bits, round_to
@@ -111,22 +111,3 @@ def test_flatten_addresses_beyond_2_31_elements():
     assert_same_bits(wire.window, expected, "the wire")
     wire.assert_guards_untouched("the wire")
     assert counters.tolist() == [0, (source.window.abs() > 0.5).sum().item()]
-
-
-def test_unflatten_addresses_beyond_2_31_elements():
-    wire = Guarded(torch.randn(NUMEL, generator=torch.Generator().manual_seed(0)).bfloat16())
-    target = Guarded.poisoned(NUMEL, torch.float32)
-    absmax = torch.zeros(1)
-    _unflatten_kernel[(2,)](
-        table_ptr=table_beyond_2_31(target.window),
-        wire_ptr=Shifted(wire.window, OFFSET + START),
-        scale_ptr=None,
-        absmax_ptr=absmax.view(torch.int32),
-        scale=2.0,
-        TARGET=tl.float32,
-        COMPUTE=tl.float32,
-        **SHAPE,
-    )
-    assert_same_bits(target.window, wire.window.float() * 2, "the gradient")
-    target.assert_guards_untouched("the gradient")
-    assert absmax.item() == target.window.abs().max().item()

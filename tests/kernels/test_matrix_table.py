@@ -110,14 +110,6 @@ def test_keep_without_error_feedback_or_wide_target_raises(dtype):
             check(layout, keep=True)
 
 
-@pytest.mark.parametrize("part", ["source", "target", "error"])
-def test_list_of_wrong_length_raises(part):
-    layout = table((2, 3, 1), (4, 1, 1))
-    for count in (0, 1, 3):
-        with pytest.raises(ValueError, match=rf"Got {count} matrices for a table of 2"):
-            check(layout, **{part: [torch.empty(2, 3)] * count})
-
-
 MISFITS = {
     "transposed shape": (torch.empty(3, 2), r"torch\.float32 \(3, 2\) with strides \(2, 1\)"),
     "flat": (torch.empty(6), r"torch\.float32 \(6,\) with strides \(1,\)"),

@@ -174,15 +174,6 @@ def test_finite_factors_become_orthonormal_bases_of_their_rows(wire, out, device
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("out", OUTS, ids=name)
-def test_small_factors_lose_rounding_errors_only(out, kind, device):
-    sizes = ((1, 1), (1, 100), (2, 2), (3, 50), (4, 128), (8, 8), (8, 64))
-    rows = [make(kind, *size, seed) for seed, size in enumerate(sizes)]
-    for size, result in zip(sizes, orthogonalized(rows, torch.float32, out, device), strict=True):
-        check_basis(*result, f"{kind} {size}", is_small=True)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("out", OUTS, ids=name)
 def test_reference_gives_orthonormal_bases(out, kind, device):
     sizes = ((1, 1), (1, 100), (2, 2), (3, 50), (4, 128), (8, 8))
     rows = [make(kind, *size, seed) for seed, size in enumerate(sizes)]
@@ -330,37 +321,12 @@ def test_copies_and_zeros_are_dropped_and_other_rows_kept(wire, out, is_large, d
         check_span(w[kept], p[torch.tensor(kept)], "rows that are not copies")
 
 
-@pytest.mark.parametrize("scale", [1e-30, 1e-19, 1e-3, 1e3, 1e19, 1e30])
-@pytest.mark.parametrize("wire", FACTOR_WIRES, ids=name)
-def test_result_is_independent_of_scale_of_rows(wire, scale, device):
-    # By a power of two, so that both have the same digits.
-    power = 2.0 ** round(np.log2(scale))
-    w = numbers(torch.tensor(np.random.default_rng(0).standard_normal((4, 96))).to(wire))
-    rows = [w, w * power, w * [[1], [power], [1], [power]]]
-    first, *others = orthogonalized(rows, wire, torch.float32, device)
-    check_basis(*first, "unscaled")
-    for scaled in others:
-        check_basis(*scaled, f"scaled by {power}")
-        assert_same_bits(scaled[1], first[1], f"scaled by {power}")
-
-
 @pytest.mark.parametrize("poison", [NAN, INF, -INF])
 @pytest.mark.parametrize("out", OUTS, ids=name)
 @pytest.mark.parametrize("wire", FACTOR_WIRES, ids=name)
 def test_non_finite_factor_becomes_nan_and_spares_neighbors(wire, out, poison, device):
     places = ((0, (0, 0)), (1, (0, 0)), (2, (2, 6)), (3, (1, 0)))
     check_poisoned(((4, 100), (1, 1), (3, 7), (2, 5)), [(*hit, poison) for hit in places], wire, out, device)
-
-
-def test_values_of_neighbors_do_not_change_bits(device):
-    sizes = ((4, 100), (3, 7), (8, 64), (1, 200))
-    rows = [make("normal", *size, seed) for seed, size in enumerate(sizes)]
-    first = orthogonalized(rows, torch.float32, torch.float32, device)
-    for kind in ("zeros", "graded", "copies"):
-        for i in range(len(sizes)):
-            others = [w if j == i else make(kind, *sizes[j], 9) for j, w in enumerate(rows)]
-            result = orthogonalized(others, torch.float32, torch.float32, device)[i]
-            assert_same_bits(result[1], first[i][1], f"factor {i} among {kind}")
 
 
 @pytest.mark.parametrize("condition", [3e3, 1e4, 3e4])
@@ -373,11 +339,3 @@ def test_second_round_on_cpus_reaches_error_of_single_round(condition):
     orthogonalize_cpu(wire, factor, out, finite)
     for p in factor.views(out):
         assert (p @ p.mT - torch.eye(len(p))).abs().max() <= ONE_ROUND_ERROR
-
-
-def test_second_round_makes_large_factor_orthonormal(device, large):
-    """The documented 1e-5, which one round in fp32 misses at a condition of 300."""
-    rows = [with_condition(*size, 300.0, np.random.default_rng(0)) for size in large if size[0] > 1]
-    for w, p, flag in orthogonalized(rows, torch.float32, torch.float32, device):
-        assert p.any(1).all(), "no row is dropped"
-        check_basis(w, p, flag, f"{w.shape}")

@@ -8,7 +8,6 @@ from gradwire.kernels import (
     BlockTable,
     MessageLayout,
     Rounding,
-    commit_errors,
     dequantize,
     quantize,
     reduce_quantized,
@@ -53,15 +52,6 @@ def test_misfitting_message_raises(message, match):
         dequantize(message, SECTION, TENSORS)
 
 
-def test_wrong_number_of_tensors_raises():
-    for call in (
-        lambda: quantize(TENSORS[:1], SECTION, MESSAGE, scale=1.0),
-        lambda: dequantize(MESSAGE, SECTION, TENSORS[:1]),
-    ):
-        with pytest.raises(ValueError, match="table of 2"):
-            call()
-
-
 MEMORIES = {
     "one": ({"errors": torch.zeros(TABLE.numel)}, "come together"),
     "size": (errors(numel=100), r"expected a contiguous .* tensor of \(192,\)"),
@@ -98,15 +88,6 @@ def test_misfitting_arguments_of_the_reduction_raise():
         sum_quantized(MESSAGE, SECTION, torch.zeros(128), rank=2)
     with pytest.raises(ValueError, match=r"total is .* tensor of \(128,\)"):
         sum_quantized(MESSAGE, SECTION, torch.zeros(64), rank=0)
-
-
-def test_misfitting_arguments_of_commit_raise():
-    with pytest.raises(ValueError, match="one dtype and size"):
-        commit_errors(MESSAGE, torch.zeros(5), torch.zeros(6))
-    with pytest.raises(ValueError, match="one dtype and size"):
-        commit_errors(MESSAGE, torch.zeros(5), torch.zeros(5, dtype=torch.bfloat16))
-    with pytest.raises(ValueError, match="gathered is"):
-        commit_errors(MESSAGE.float(), torch.zeros(5), torch.zeros(5))
 
 
 def test_random_numbers_are_repeatable_and_depend_on_step_salt_and_key():

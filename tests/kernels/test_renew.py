@@ -94,14 +94,6 @@ def test_renew_normalizes_rows_and_draws_zero_rows(wire, following, device, rows
         renewal.check(i, step)
 
 
-@pytest.mark.parametrize("shape", [(2, 1023), (1, 1024), (1, 1025), (2, 2049)], ids=str)
-def test_renew_normalizes_rows_longer_than_a_block(shape, device):
-    rows = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    rows[-1] = 0
-    for wire in (torch.float32, torch.bfloat16):
-        Renewal([rows, torch.ones(1, 3)], wire, torch.float32, device).check(0)
-
-
 @pytest.mark.parametrize("poison", [NAN, INF, -INF])
 @pytest.mark.parametrize("following", FOLLOWING, ids=name)
 @pytest.mark.parametrize("wire", FACTOR_WIRES, ids=name)
@@ -157,11 +149,3 @@ def test_draw_depends_on_key_and_step_alone(device):
             assert not (found == first[i]).any(), "another key or step draws other numbers"
     (alone,) = drawn([8], 3, torch.float32, device, FactorLayout([1], [40]))
     assert_same_bits(alone, first[1], "without its neighbors")
-
-
-@pytest.mark.parametrize("step", [torch.ones(2, dtype=torch.int64), torch.ones(1), torch.ones(1, dtype=torch.int32)])
-def test_step_of_wrong_dtype_or_size_raises(step, device):
-    buffer = torch.full((96,), 3.0, device=device)
-    with pytest.raises(ValueError, match=r"step is torch\.\w+ .*expected one element of torch\.int64 on"):
-        draw(FactorLayout([2], [48]), [0], step.to(device), buffer)
-    assert (buffer == 3).all()

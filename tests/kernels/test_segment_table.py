@@ -124,10 +124,7 @@ def other(*, shape=(4, 3), strides=(3, 1), dtype=torch.float32, device="cpu"):
 
 MISFITS = {
     "count": ([other(), other()], "Got 2 tensors for a table of 1"),
-    "shape": (
-        [other(shape=(3, 4), strides=(4, 1))],
-        r"built for torch\.float32 \(4, 3\).* Build a new table",
-    ),
+    "shape": ([other(shape=(3, 4), strides=(4, 1))], r"built for torch\.float32 \(4, 3\).* Build a new table"),
     "dtype": ([other(dtype=torch.bfloat16)], r"Tensor 0 is torch\.bfloat16 .* Build a new table"),
     "device": ([other(device="meta")], r"on meta; its table was built for .* on cpu"),
     "strides": ([other(strides=(1, 4))], r"has strides \(1, 4\); its table was built for \(3, 1\)"),

@@ -68,12 +68,7 @@ def check(case, wire_dtype, target, device, *, scale, absmax, in_table=True):
 @pytest.mark.parametrize("wire", WIRES, ids=name)
 @pytest.mark.parametrize("target", SOURCES, ids=name)
 @PROPERTY
-@given(
-    case=cases(),
-    scale=SCALES,
-    absmax=st.sampled_from((None, 0.0, 0.0, 1.0, 1e30, INF, NAN)),
-    shape=SCALE_SHAPES,
-)
+@given(case=cases(), scale=SCALES, absmax=st.sampled_from((None, 0.0, 0.0, 1.0, 1e30, INF, NAN)), shape=SCALE_SHAPES)
 def test_unflatten_matches_reference_and_oracle(target, wire, device, case, scale, absmax, shape):
     check(case, wire, target, device, scale=scale_of_shape(scale, shape, device), absmax=absmax)
 
@@ -85,38 +80,6 @@ def test_plain_cast_of_any_bits_matches_reference_and_oracle(target, wire, devic
     layouts = (Layout((61, 67), (1, 61)), Layout((), ()), Layout((4096,), (1,), offset=1), Layout((0,), (1,)))
     case = Case(layouts, wire_offset=0, kind="bits", seed=0)
     check(case, wire, target, device, scale=1.0, absmax=None, in_table=False)
-
-
-# Wire value, scale, expected fp16 gradient.
-EXPLICIT = [
-    (0.0, 1.0, 0.0),
-    (-0.0, 1.0, -0.0),
-    (0.0, -1.0, -0.0),
-    (NAN, 1.0, NAN),
-    (INF, 1.0, INF),
-    (-INF, 2.0, -INF),
-    (INF, 0.0, NAN),
-    (65504.0, 1.0, 65504.0),
-    (65519.99, 1.0, 65504.0),
-    (65520.0, 1.0, INF),  # nothing saturates on the way back
-    (-7e4, 1.0, -INF),
-    (1e5, 0.5, 49984.0),  # scaled before the cast; 5e4 is a tie
-    (3e38, 4.0, INF),
-    (2.0**-24, 1.0, 2.0**-24),
-    (2.0**-25, 1.0, 0.0),
-    (3 * 2.0**-25, 1.0, 2.0**-23),
-    (1 + 2.0**-11, 1.0, 1.0),
-    (1 + 3 * 2.0**-11, 1.0, 1 + 2.0**-9),
-]
-
-
-@pytest.mark.parametrize("value, scale, expected", EXPLICIT)
-def test_unflatten_of_explicit_fp32_values_gives_written_down_gradient(value, scale, expected, device):
-    gradient = torch.full((2, 1), NAN, dtype=torch.float16, device=device)
-    absmax = torch.zeros(1, device=device)
-    unflatten(torch.tensor([value, 0.0], device=device), [gradient], scale=scale, absmax=absmax)
-    assert_same_bits(gradient[0, 0].cpu(), torch.tensor(expected, dtype=torch.float16), "the gradient")
-    assert_same_bits(absmax.cpu(), torch.tensor([expected]).abs(), "the maximum")
 
 
 @pytest.mark.parametrize("target", [torch.float16, torch.bfloat16], ids=name)
@@ -134,13 +97,6 @@ def test_absmax_accumulates_over_calls(device):
     for value, expected in ((-2.0, 2.0), (1.0, 2.0), (3.0, 3.0), (NAN, NAN), (INF, NAN)):
         unflatten(torch.tensor([value], device=device), [torch.empty((), device=device)], absmax=absmax)
         assert_same_bits(absmax.cpu(), torch.tensor([expected]), f"after {value}")
-
-
-def test_absmax_ignores_masked_elements(device):
-    # A program reads zeros there, and zero times this scale is NaN.
-    absmax = torch.zeros(1, device=device)
-    unflatten(torch.tensor([1.0, -2.0], device=device), [torch.empty(2, device=device)], scale=INF, absmax=absmax)
-    assert absmax.item() == INF
 
 
 @pytest.mark.parametrize("wire", WIRES, ids=name)

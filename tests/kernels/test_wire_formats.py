@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from gradwire.kernels import WIRE_FORMATS
 from gradwire.kernels.wire_formats import (
-    BF16_MAX,
     FP32_MAX,
     MIN_SCALE,
     Float8,
@@ -32,21 +31,6 @@ def round_trip(wire, blocks):
 MAGNITUDES = st.floats(2.0**-149, FP32_MAX, width=32, allow_subnormal=True)
 
 
-@pytest.mark.parametrize(
-    "name, block_size, bits",
-    [
-        ("int8", 256, 8.0625),
-        ("int4", 64, 4.25),
-        ("int2", 32, 2.5),
-        ("sign", 128, 1.125),
-        ("bf16", 64, 16),
-        ("fp32", 64, 32),
-    ],
-)
-def test_bits_per_element_count_the_scale(name, block_size, bits):
-    assert WIRE_FORMATS[name].block_bytes(block_size) * 8 / block_size == bits
-
-
 @pytest.mark.parametrize("wire", SCALED, ids=lambda wire: wire.name)
 @PROPERTY
 @given(absmax=MAGNITUDES)
@@ -63,15 +47,6 @@ def test_scale_is_rounded_up_to_bf16_and_into_range(wire, absmax):
     if MIN_SCALE < quotient.item() < wire.max_scale * (1 - 2.0**-8):
         assert quotient.item() <= scale.item() <= quotient.item() * (1 + 2.0**-7)
     assert torch.isfinite(1 / scale)
-
-
-def test_max_scale_is_the_largest_bf16_number_that_does_not_overflow():
-    for wire in SCALED:
-        scale = torch.tensor(wire.max_scale)
-        following = (scale.view(torch.int32) + 0x10000).view(torch.float32)
-        assert scale == scale.bfloat16().float()
-        assert following.double() * wire.levels > FP32_MAX
-    assert WIRE_FORMATS["sign"].max_scale == BF16_MAX
 
 
 def test_scale_of_zeros_is_zero_and_of_non_finite_blocks_nan():

@@ -224,17 +224,6 @@ def test_larger_buckets_are_advised_where_messages_wait_for_the_network():
         assert larger_buckets(model, replace(hooks[2], name=name), hooks[0], case(0.2).link) is None, why
 
 
-def test_json_holds_predictions_and_code():
-    case = measured(1e7, *all_hooks())
-    content = json.loads(to_json(case, advise(case)))
-    assert content["recommended"] == "int2"
-    assert content["code"] == HOOKS["int2"].code
-    assert [each["hook"] for each in content["predictions"]] == ["none", "bf16", "int4", "int2"]
-    assert content["measurement"]["link"]["world_size"] == 2
-    assert (content["schema"], content["torch"], content["device"]) == (1, torch.__version__, "cpu")
-    assert [each["steps_to_target"] for each in content["predictions"]] == [None, None, 1.03, 1.03]
-
-
 @pytest.mark.parametrize("name", [name for name, entry in HOOKS.items() if entry.code])
 def test_code_registers_the_hook_that_was_measured(name, world_of_one):
     registered = []

@@ -101,9 +101,3 @@ def test_one_slow_message_of_each_size_changes_no_cost(probe):
         assert link.costs[kind] == pytest.approx((1e-3 + 256e-8, 1e-8))
         assert [sample.nbytes for sample in samples[kind]] == list(link_probe.SIZES)
     assert link.bandwidth == pytest.approx(800e6)
-
-
-def test_one_slow_kind_of_messages_does_not_change_the_bandwidth(probe):
-    link, _ = probe(slow_kind="all-gather")
-    assert link.costs["all-gather"].per_byte == pytest.approx(1e-7)
-    assert link.bandwidth == pytest.approx(800e6)

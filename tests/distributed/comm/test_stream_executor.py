@@ -282,15 +282,3 @@ def test_failed_task_ends_all_collectives_and_fails_the_tasks_in_flight(part):
         assert executor.has_failed
         begun = [name for name, number, _ in events if number == 0]
         assert begun == ([1] if part == 0 else [1, 2, 3])
-
-
-def test_abandoned_executor_fails_the_task_in_flight():
-    with stream_double() as device:
-        executor = StreamExecutor(StreamTransport(device), CPU)
-        future = executor.submit(Task(noted(executor, [], 1)))
-        executor.abandon()
-        with pytest.raises(RuntimeError, match="The executor is closed"):
-            future.wait()
-        with pytest.raises(RuntimeError, match="The executor is closed"):
-            executor.submit(Task(noted(executor, [], 2))).wait()
-        assert len(device.collectives) == 1

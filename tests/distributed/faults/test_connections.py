@@ -212,18 +212,6 @@ def test_store_gather_has_the_outcome_of_the_first_rank_on_all_ranks(outcome):
     assert (first, store_all_gather(group, outcome, f"again {rank}")) == (expected, ["again 0", "again 1"])
 
 
-@on_ranks(2)
-def test_late_failure_of_an_abandoned_executor_leaves_renewed_connections_alone():
-    connections = connections_of(dist.new_group())
-    notice = connections._failure_notice()
-    connections.fail("expected")
-    dist.barrier()
-    connections.renew(connections.generation + 1)
-    notice(Fault("of the abandoned executor"))
-    dist.barrier()
-    connections.check_peers()
-
-
 @on_ranks(1)
 def test_threads_that_begin_at_once_get_the_same_connections():
     group, found, made, both = dist.new_group(), [], Connections.__init__, threading.Event()

@@ -75,10 +75,7 @@ FAULTS = {
     "returns too much": (reduced(lambda future: future.value().repeat(2)), "elements"),
     "future fails": (failed, "from the future"),
     "callback fails": (reduced(lambda future: raise_fault("from the callback")), "from the callback"),
-    "algorithm fails": (
-        lambda state, bucket: failing_hook(state, bucket),
-        "from the worker",
-    ),
+    "algorithm fails": (lambda state, bucket: failing_hook(state, bucket), "from the worker"),
     "future holds nonsense": (with_nonsense, ""),
 }
 
@@ -194,22 +191,6 @@ def test_training_resynchronized_after_failed_backward_continues(where, view):
         assert next_forward is None or "receive grad for rank 0: \n" not in next_forward[1]
     ddp.resynchronize()
     assert_trains_as_pytorchs(ddp, build("mlp"), batch)
-
-
-@on_ranks(2, 3)
-def test_hooks_with_string_annotations_are_accepted():
-    namespace = {"torch": torch, "dist": dist, "ours": default_hooks}
-    exec(
-        "from __future__ import annotations\n"
-        "def hook(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:\n"
-        "    return ours.allreduce_hook(state, bucket)\n",
-        namespace,
-    )
-    theirs, ours = (
-        error_of(each(build("mlp")).register_comm_hook, None, namespace["hook"]) for each in WRAPPERS.values()
-    )
-    assert ours is None
-    assert theirs[0] == "ValueError"
 
 
 @on_ranks(2, 3)

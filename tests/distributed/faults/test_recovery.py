@@ -212,23 +212,6 @@ def test_infinite_result_of_a_failed_step_stays_out_of_the_error_memory(kind):
 # --- whose error
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@on_ranks(2, 3, limit=60)
-def test_notice_of_a_peer_that_keeps_its_connections_ends_the_wait(wrapper):
-    # PyTorch's DDP waits in C++, and looks for no notice.
-    store, group = signals(f"stays, {wrapper}"), dist.new_group()
-    ddp = wrapped(wrapper, hook="fp16", group=group)
-    train_steps(ddp, 2)  # PyTorch's DDP rebuilds its buckets in the second forward
-    if dist.get_rank() == 0:
-        connections_of(group)._post("expected")
-        store.wait([str(rank) for rank in range(1, dist.get_world_size())], LIMIT)
-        return
-    kind, text = error_of(train_steps, ddp)
-    store.set(str(dist.get_rank()), "")
-    assert kind == "RuntimeError"
-    assert "expected" in text and "resynchronize()" in text
-
-
 # --- connections
 
 

@@ -131,17 +131,6 @@ def test_last_rank_of_a_failed_meeting_deletes_its_keys():
 
 
 @on_ranks(2)
-def test_ranks_meet_in_a_store_that_cannot_delete_keys():
-    group = dist.new_group()
-    with mock.patch.object(store_collectives, "can_delete_keys", lambda _: False):
-        for number in range(2):
-            assert store_all_gather(group, "meeting", f"{number} of {dist.get_rank()}") == [
-                f"{number} of 0",
-                f"{number} of 1",
-            ]
-
-
-@on_ranks(2)
 def test_notice_is_kept_until_the_last_rank_has_destroyed_the_group():
     group, store = dist.new_group(), signals("destroyed")
     found = connections_of(group)

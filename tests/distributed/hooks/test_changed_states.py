@@ -1,6 +1,6 @@
 """States whose options, step count or plan the user changes between two steps, on all ranks or on one."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 
 from gradwire.hooks.default_hooks import CastState, bf16_compress_hook
-from gradwire.hooks.hook_state import HookState
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
@@ -239,30 +238,3 @@ def test_state_that_a_users_hook_passes_on_for_two_models_raises(columns):
     kind, text = error_of(second.backward)
     assert kind == "ValueError"
     assert "Two models have a parameter 'weight'" in text
-
-
-@dataclass(frozen=True)
-class Nothing:
-    pass
-
-
-@dataclass(frozen=True)
-class Local:
-    log_every: int = 3
-
-
-@pytest.mark.parametrize("options", [Nothing(), Local()], ids=["no-options", "a-local-one"])
-@on_ranks(2)
-def test_state_without_options_to_compare_trains(options):
-    class State(HookState):
-        local_options = frozenset({"log_every"})
-
-    async def mean(step):
-        for gradient, result in zip(step.gradients, step.results, strict=True):
-            await step.transport.all_reduce(gradient)
-            result.copy_(gradient / step.transport.world_size)
-
-    ddp = WRAPPERS["gradwire"](Scaled(3, 4))
-    ddp.register_comm_hook(State("mean", options=options), lambda state, bucket: state.run(bucket, mean))
-    ddp(torch.full((3, 4), float(dist.get_rank()))).backward()
-    assert_same_bits(ddp.module.weight.grad, torch.full((3, 4), 0.5))

@@ -28,7 +28,6 @@ from tests.support.training import (
     message_of,
     own_batches,
     register,
-    train,
     train_steps,
     wrapped,
 )
@@ -237,12 +236,3 @@ def test_unequal_first_buckets_raise_on_every_rank():
     message = message_of(ddp(torch.ones(2, 11)).backward)
     assert "parameters of the bucket: 3 on rank 0; 1 on rank 1" in message
     assert "shape of its parameter 2: (3,) on rank 0; nothing on rank 1" in message
-
-
-@on_ranks(2, 3)
-def test_several_states_on_one_group_agree_separately():
-    train("gradwire", "mlp", hook="scaled_fp16")
-    hooks = {"mlp": "powersgd", "transformer": "scaled_bf16"}
-    models = [wrapped(model=model, hook=hook, bucket_cap_mb=25) for model, hook in hooks.items()]
-    seen = [train_steps(ddp) for _ in range(4) for ddp in reversed(models)]
-    assert_same_on_all_ranks(from_all_ranks(seen))

@@ -126,19 +126,6 @@ def test_memory_that_is_declared_wrong_raises():
         HookState("hook", memory={"errors": "sum"})
 
 
-def test_memory_without_a_shape_needs_a_state_that_makes_it():
-    declared = {"sums": Memory(merge="same", shape=None)}
-    with pytest.raises(TypeError, match=r"The memory 'sums' of HookState is Memory\(.*shape=None\); expected a shape"):
-        HookState("hook", memory=declared)
-    type("State", (HookState,), {"make_bucket": lambda state, *arguments: None})("hook", memory=declared)
-
-
-@pytest.mark.parametrize("options", [{"density": 0.1}, PowerSGDState])
-def test_options_that_are_no_frozen_dataclass_raise(options):
-    with pytest.raises(TypeError, match=r"options is .*; expected an instance of a frozen dataclass, or None\."):
-        HookState("hook", None, options)
-
-
 def test_hook_for_without_the_class_of_its_state_raises():
     with pytest.raises(TypeError, match=r"hook_for was given <function .*; expected the class of the state"):
         hook_for(lambda state, bucket: None)
@@ -169,13 +156,6 @@ def test_collective_that_is_not_awaited_raises_and_names_the_remedy(wrapper):
     message = message_of(train_steps, ddp)
     assert "own_hook, bucket 0: 2 collectives of the transport were created but not awaited" in message
     assert "await step.transport.all_reduce(tensor)" in message
-
-
-def test_hook_of_a_user_without_a_state_says_that_it_needs_one():
-    with pytest.raises(
-        TypeError, match=r"The state of forgetful_hook is None; expected an instance of OwnState: model"
-    ):
-        forgetful_hook(None, None)
 
 
 def mistaken(tensor):

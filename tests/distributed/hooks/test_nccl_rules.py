@@ -5,7 +5,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradwire.comm import Task
 from gradwire.comm.connections import executor_for
 from gradwire.comm.stream_executor import StreamExecutor
 from gradwire.hooks import powerSGD_hook
@@ -100,28 +99,3 @@ def test_sparse_gradients_raise_the_error_of_nccl(wrapper):
     with gpu_on_cpu():
         message = message_of(train, wrapper, SparseWords(), hook="allreduce", group=group)
     assert "NCCL does not support all_reduce with sparse tensors" in message
-
-
-@pytest.mark.parametrize("pieces", [1, 3])
-@on_ranks(2, 3)
-def test_two_shots_obey_nccl_rules(pieces):
-    group = dist.new_group(backend=register_backend())
-    rank, n = dist.get_rank(), dist.get_world_size()
-
-    async def two_shots(transport, value):
-        sent = torch.full((pieces, n, 48), value + rank, dtype=torch.uint8)
-        received, gathered = torch.empty_like(sent), torch.empty_like(sent)
-        await transport.all_to_all(received, sent)
-        await transport.all_gather(gathered, received.sum(1, dtype=torch.uint8))
-        return gathered
-
-    with gpu_on_cpu():
-        executor = executor_for(group, torch.device("cpu"))
-        assert executor.transport.pieces(1 << 30) == 1
-        futures = [executor.submit(Task(lambda _, k=k: two_shots(executor.transport, k))) for k in (1, 2)]
-        for k, future in zip((1, 2), futures, strict=True):
-            assert (future.wait() == n * k + n * (n - 1) // 2).all()
-    calls = [name for name, *_ in group.calls]
-    dist.destroy_process_group(group)
-    # The first shot of the second task comes before the second shot of the first.
-    assert calls == ["alltoall_base"] * (2 * pieces) + ["_allgather_base"] * (2 * pieces)

@@ -237,18 +237,6 @@ def test_law5_batched_bucket_with_nonfinite_element_keeps_its_memory():
         assert_same_bits(steps[step].gradients, skipped[step - 1].gradients)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("exponent", [-100, 100])
-@on_ranks(2, 3)
-def test_law5_gradients_scaled_by_power_of_two_give_scaled_results(exponent, variant):
-    # Powers of two scale every rounding along, as long as nothing is subnormal: 2^+-100 are 1e30 and 8e-31.
-    options = {"matrix_approximation_rank": 2} | VARIANTS[variant]
-    recipe = dist.get_world_size(), START + 6, [(16, 12), (9,), (8, 3, 2, 2), ()], torch.float32
-    ordinary, extreme = (run_steps(noise(*recipe, scale), options=options) for scale in (1.0, 2.0**exponent))
-    for step, scaled in zip(ordinary, extreme, strict=True):
-        assert_same_bits([g / 2.0**exponent for g in scaled.gradients], step.gradients)
-
-
 @on_ranks(2, 3)
 def test_matrix_with_overflowing_products_is_skipped_as_nonfinite():
     # A sum over a row of 1e38s leaves fp32's range, although each of them is in it.

@@ -1,6 +1,5 @@
 """`LowRankPolicy`: which parameters are compressed, as which matrices, and what is sent then."""
 
-from itertools import product
 from math import prod
 
 import pytest
@@ -91,24 +90,14 @@ LAYOUTS = {
     "transposed": (meta(5, 8).t(), (5, 8)),
     "conv": (meta(8, 5, 3, 3), (8, 45)),
     "channels_last": (meta(8, 5, 3, 3).contiguous(memory_format=torch.channels_last), (8, 45)),
-    "channels_last_3d": (meta(8, 5, 2, 3, 3).contiguous(memory_format=torch.channels_last_3d), (8, 90)),
     "first innermost": (meta(5, 3, 8).permute(2, 0, 1), (15, 8)),
     "first in the middle": (meta(5, 8, 3).permute(1, 0, 2), (5, 24)),
-    "size-1 dimensions": (meta(1, 8, 1, 5, 1).squeeze(0), (8, 5)),
     "size 1 with a wild stride": (torch.empty_strided((8, 1, 5), (5, 77, 1), device="meta"), (8, 5)),
-    "transposed with size 1": (meta(5, 8, 1).transpose(0, 1), (5, 8)),
     "complex": (meta(8, 5, dtype=torch.complex64), (8, 10)),
-    "complex transposed": (meta(5, 8, dtype=torch.complex64).t(), (5, 16)),
     "vector": (meta(100), None),
-    "row": (meta(1, 100), None),
     "column": (meta(100, 1), None),
-    "first dimension of size 1": (meta(1, 8, 5), None),
     "0-d": (meta(), None),
-    "0-d complex": (meta(dtype=torch.complex64), None),
     "empty": (meta(0, 3), None),
-    "empty inside": (meta(5, 0, 7), None),
-    "ones": (meta(1, 1, 1), None),
-    "complex vector": (meta(100, dtype=torch.complex64), None),
 }
 
 
@@ -175,52 +164,3 @@ def test_stack_that_does_not_fit_raises(layout):
 
 
 # --- the paper's table
-
-
-def resnet18():
-    """ResNet-18 for CIFAR-10: a first convolution of 3 x 3, and 10 classes."""
-    shapes = [(64, 3, 3, 3), (64,), (64,)]
-    inner = 64
-    for planes, stride in product((64, 128, 256, 512), (2, 1)):
-        shapes += [(planes, inner, 3, 3), (planes,), (planes,), (planes, planes, 3, 3), (planes,), (planes,)]
-        if stride == 2 and planes != 64:
-            shapes += [(planes, inner, 1, 1), (planes,), (planes,)]
-        inner = planes
-    return [*shapes, (10, 512), (10,)]
-
-
-def lstm():
-    """Three layers of 650 on WikiText-2's 28,869 tokens, the embedding shared with the output layer."""
-    layer = [(2600, 650), (2600, 650), (2600,), (2600,)]
-    return [(28869, 650), *layer * 3, (28869,)]
-
-
-def sent_numel(policy, layouts):
-    """Real elements of a compressed step, from the shapes alone."""
-    total = 0
-    for name, layout in layouts.items():
-        chosen = policy.matrix_shape(name, layout)
-        real = layout.numel() * (2 if layout.is_complex() else 1)
-        total += real if chosen is None else chosen.matrices * chosen.rank * (chosen.rows + chosen.columns)
-    return total
-
-
-# Table 3 of the paper: the factor to one decimal, and MiB an epoch in fp32 to two.
-TABLE_3 = {
-    (resnet18, 1): (11_173_962, 24, 243.3, 4.21),
-    (resnet18, 2): (11_173_962, 24, 135.8, 7.53),
-    (resnet18, 4): (11_173_962, 24, 72.1, 14.18),
-    (lstm, 1): (28_949_319, 70, 309.7, 24.96),
-    (lstm, 2): (28_949_319, 70, 203.1, 38.05),
-    (lstm, 4): (28_949_319, 70, 120.3, 64.23),
-}
-
-
-@pytest.mark.parametrize(("model", "rank"), TABLE_3, ids=lambda value: getattr(value, "__name__", value))
-def test_compression_rates_equal_table_3_of_paper(model, rank):
-    numel, steps, factor, mebibytes = TABLE_3[model, rank]
-    layouts = {f"parameter.{i}": meta(*shape) for i, shape in enumerate(model())}
-    assert sum(layout.numel() for layout in layouts.values()) == numel
-    sent = sent_numel(LowRankPolicy(rank=rank, min_compression_rate=1), layouts)
-    assert round(numel / sent, 1) == factor
-    assert round(sent * 4 * steps / 2**20, 2) == mebibytes

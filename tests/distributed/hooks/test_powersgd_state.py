@@ -7,7 +7,6 @@ import re
 import warnings
 from datetime import timedelta
 from itertools import product
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -38,7 +37,7 @@ from tests.support.powersgd_checkpoints import (
     trained,
 )
 from tests.support.ranks import from_all_ranks, on_ranks
-from tests.support.states import Ledger, Training
+from tests.support.states import Training
 from tests.support.training import (
     SMALL,
     SMALLEST,
@@ -51,7 +50,6 @@ from tests.support.training import (
     train_steps,
     wrapped,
 )
-from tests.support.zoo import Probe
 
 # --- options
 
@@ -528,27 +526,3 @@ def test_law7_training_with_rebuilt_buckets_equals_training_without(wrapper):
     many = wrap_anew(anew, TOTAL // 5)
     assert relative_deviation(many, wrap_anew([(wrapper, SMALL)], TOTAL)) <= TOLERANCE * U[torch.float32]
     assert_same_on_all_ranks(from_all_ranks(many))
-
-
-@pytest.mark.parametrize("restarted", [False, True], ids=["same-state", "checkpoint"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-@on_ranks(2)
-def test_model_cast_in_training_keeps_its_errors(dtype, restarted):
-    module, state, generator = Probe((24, 20)), PowerSGDState(None, **EARLY), own_batches()
-    ledger, dtypes = Ledger(module), []
-    for each in (torch.float32, dtype):
-        ddp = wrapped(model=module.to(each), hook=(state, powerSGD_hook))
-        for _ in range(6):
-            gradient = torch.randn(24, 20, generator=generator).to(each)
-            ddp.zero_grad()
-            ddp(gradient).backward()
-            ledger.add({"weights.0": gradient}, gradients(module))
-        saved = state.state_dict()
-        dtypes.append(saved["errors"]["weights.0"].dtype)
-        if restarted:
-            state = PowerSGDState(None, **EARLY)
-            state.load_state_dict(saved)
-        del ddp
-        gc.collect()
-    assert dtypes == [torch.float32, torch.float64 if dtype == torch.float64 else torch.float32]
-    assert ledger.close(SimpleNamespace(state_dict=lambda: saved)) == []

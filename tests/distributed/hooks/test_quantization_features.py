@@ -1,6 +1,5 @@
 """DDP's features under `quantization_hook`, PyTorch's two quantization hooks, and 16 bit with sums in fp32."""
 
-import copy
 from itertools import combinations
 
 import pytest
@@ -15,39 +14,15 @@ from gradwire.hooks.quantization_hooks import (
     quantization_perchannel_hook,
     quantization_pertensor_hook,
 )
-from tests.distributed.hooks.test_quantization_laws import hook_of, summed
+from tests.distributed.hooks.test_quantization_laws import summed
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks, differences
-from tests.support.features import wrap
 from tests.support.ranks import from_all_ranks, on_ranks
-from tests.support.training import (
-    WRAPPERS,
-    build,
-    gradients,
-    message_of,
-    own_batches,
-    register,
-    train_steps,
-    wrapped,
-)
-from tests.support.zoo import Probe, SparseTable
+from tests.support.training import WRAPPERS, build, gradients, message_of, own_batches, register, train_steps, wrapped
+from tests.support.zoo import Probe
 
 wrappers = pytest.mark.parametrize("wrapper", WRAPPERS)
 
 # --- features of DDP
-
-
-@on_ranks(2, 3)
-def test_sparse_gradients_are_sent_whole():
-    torch.manual_seed(0)
-    ddp = wrap("gradwire", SparseTable(has_dense_layer=True))
-    local = copy.deepcopy(ddp.module)
-    register(ddp, hook_of("int4"))
-    for module in (ddp, local):
-        module(*local.batch(dist.get_rank())).backward()
-    mean = summed(local.table.weight.grad.to_dense() / dist.get_world_size())
-    reduced = ddp.module.table.weight.grad
-    assert reduced.is_sparse
-    torch.testing.assert_close(reduced.to_dense().double(), mean, rtol=0, atol=dist.get_world_size() * 2.0**-22)
 
 
 # --- PyTorch's hooks
@@ -130,18 +105,6 @@ def test_fp16_sums_in_fp32_do_not_overflow(wrapper):
     ddp(torch.full((5, 7), value)).backward()
     reduced = ddp.module.weights[0].grad
     assert_same_bits(reduced, torch.full((5, 7), value))
-
-
-@pytest.mark.parametrize("hook", CAST_HOOKS)
-@on_ranks(3)
-def test_sum_in_fp32_rounds_less_than_sum_in_16_bit(hook):
-    gradient, errors = torch.randn(64, 64, generator=own_batches()), []
-    mean = summed(gradient) / dist.get_world_size()
-    for accumulate in ("fp32", "wire"):
-        ddp = wrapped(model=Probe((64, 64)), hook=(CastState(accumulate=accumulate), CAST_HOOKS[hook]))
-        ddp(gradient).backward()
-        errors.append((ddp.module.weights[0].grad - mean).norm())
-    assert 0 < errors[0] < errors[1]
 
 
 @pytest.mark.parametrize("value", ["fp16", None, torch.float32, 32])

@@ -65,10 +65,7 @@ class Run:
     def __init__(self, case, wire, *, world_size, pieces, block_size, feedback):
         self._case, self._ranks = case, range(world_size)
         self._transports = [SimulatedTransport(world_size, rank, pieces) for rank in self._ranks]
-        options = Quantization(
-            block_size=block_size,
-            error_dtype=torch.float32 if feedback else None,
-        )
+        options = Quantization(block_size=block_size, error_dtype=torch.float32 if feedback else None)
         layouts, formats = self.gradients(0)[0], [WIRE_FORMATS[wire]] * len(case.parameters)
         self._buckets = [
             QuantizedBucket(layouts, formats, transport, options, names=case.names) for transport in self._transports
@@ -156,18 +153,3 @@ def test_law5_non_finite_element_reaches_all_ranks_and_no_error_changes(wire, ca
 
 
 # --- random numbers
-
-
-def test_shots_ranks_and_error_memories_draw_from_different_streams():
-    # A stream is a key, equal on all ranks, plus a salt. Ranks reduce different blocks, so all may use the same salts
-    # in the second shot.
-    world_size, gradients = 64, [torch.ones(40)]
-    first, second = [], set()
-    for rank in range(world_size):
-        transport = SimulatedTransport(world_size, rank, pieces=1)
-        bucket = QuantizedBucket(gradients, [WIRE_FORMATS["int4"]], transport, Quantization())
-        step = bucket.start_step(gradients, gradients, 0, Workspace(CPU).wires(*bucket.wires))
-        first += [step.first_rounding.salt, step.first_rounding.error_salt]
-        second |= {step.second_rounding.salt, step.second_rounding.error_salt}
-    assert len(second) == 2
-    assert len({*first, *second}) == 2 * world_size + 2

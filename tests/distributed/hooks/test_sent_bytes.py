@@ -1,33 +1,31 @@
-"""Bytes that a rank sends per step: `gradwire advise`, its printed code, telemetry and the demo count the same payload.
-
-The network interface counts as many, plus headers.
-"""
+"""Bytes that a rank sends per step: `gradwire advise`, its printed code, telemetry and the demo count the same."""
 
 import io
 from dataclasses import replace
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 from rich.console import Console
+from torch import nn
 from torch.nn import functional
 
 import gradwire
-from gradwire.bench import launch, namespaces, tasks
+from gradwire.bench import tasks
 from gradwire.bench.implementations import GRADWIRE
-from gradwire.bench.network import places_of
 from gradwire.cli.advise import print_advice
+from gradwire.hooks.default_hooks import allreduce_hook, bf16_compress_hook, fp16_compress_hook
+from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
 from gradwire.kernels import HEADER_BYTES
 from gradwire.planner import link_probe, probe
 from gradwire.planner.hook_registry import HOOKS
 from gradwire.planner.jobs import Job
 from gradwire.planner.recommend import advise
 from tests.support.ranks import on_ranks
-from tests.support.training import sent_bytes
+from tests.support.training import WRAPPERS, register, sent_bytes
 
 CPU = torch.device("cpu")
-OBSTACLE = namespaces.obstacle()
 STEPS = 4  # the last two are compressed, in their final buckets; an alternating hook sends P in one, Q in the other
 
 
@@ -88,14 +86,45 @@ def test_printed_code_sends_the_predicted_bytes_and_all_counts_agree():
         assert name == "allreduce" or counts["advise"] < 0.6 * plain, "compresses"
 
 
-@pytest.mark.skipif(OBSTACLE is not None, reason=f"no network namespaces: {OBSTACLE}")
-def test_interface_sends_the_payload_that_telemetry_counts(monkeypatch):
-    """Of n ranks, each sends 2 (n - 1) / n times its payload; headers add 3 % at most, and two barriers 10 kB."""
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "support")  # for the ranks, too
-    hooks = ["fp16", "bf16-fp32-sum", "int4", "powersgd-r4"]
-    with places_of(3, is_local=False) as places:
-        records = launch.run("interface_bytes", {"hooks": hooks, "threads": 1}, places)
-    counts = {(record["hook"], record.metric): record.p50 for record in records}
-    for hook in hooks:
-        payload = counts[hook, "telemetry"] * 2 * 2 / 3
-        assert payload <= counts[hook, "interface"] < 1.03 * payload + 10_000, (hook, counts)
+# Rank 2: 2 x 24 and 2 x 16 elements of factors, both multiples of 16, to which factors are padded.
+ROWS, COLUMNS, RANK, BIAS = 24, 16, 2, 7
+
+
+def low_rank(**options):
+    return PowerSGDState(None, RANK, 2, **options), powerSGD_hook
+
+
+PAYLOADS = {
+    "none": (lambda: (None, allreduce_hook), [1564] * 5),
+    "fp16": (lambda: (None, fp16_compress_hook), [782] * 5),
+    "bf16": (lambda: (None, bf16_compress_hook), [782] * 5),
+    "scaled": (lambda: (ScaledCastState(), scaled_cast_hook), [794] * 2 + [782] * 3),  # buckets change once
+    "scaled in bf16": (lambda: (ScaledCastState(dtype=torch.bfloat16), scaled_cast_hook), [794] * 2 + [782] * 3),
+    "powersgd": (low_rank, [1564] * 2 + [348] * 3),
+    # (48 + 7) + 32 elements of 4 bytes, or factors of 2 bytes and 7 elements of 4; alternating, 48 + 7 and then 32 + 7.
+    "powersgd, bf16 factors": (lambda: low_rank(factor_dtype=torch.bfloat16), [1564] * 2 + [188] * 3),
+    # A header of 16 bytes, scales padded to 16, and a block of 64 codes; next to P also 7 elements in a block of fp32.
+    "powersgd, int8 factors": (lambda: low_rank(factor_wire="int8"), [1564] * 2 + [352 + 96] * 3),
+    "alternating": (lambda: low_rank(alternating=True), [1564] * 2 + [220, 156, 220]),
+    "alternating, bf16 factors": (
+        lambda: low_rank(alternating=True, factor_dtype=torch.bfloat16),
+        [1564] * 2 + [124, 92, 124],
+    ),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("hook", PAYLOADS)
+def test_payload_of_each_hook_step_is_exact(world_of_one, hook, wrapper):
+    make, expected = PAYLOADS[hook]
+    model = nn.Linear(COLUMNS, ROWS)
+    model.bias = nn.Parameter(torch.zeros(BIAS))
+    model.forward = lambda x: (x @ model.weight.t()).sum() + model.bias.sum()
+    ddp = WRAPPERS[wrapper](model)
+    register(ddp, make())
+    sent = []
+    for _ in expected:
+        before = sent_bytes()
+        ddp(torch.ones(2, COLUMNS)).backward()
+        sent.append(sent_bytes() - before)
+    assert sent == expected

@@ -145,40 +145,13 @@ def test_state_before_its_first_step_saves_zero_errors(kind):
 
 # --- copies
 
-# Every option has another value than by default.
+# Options have other values than by default.
+POWERSGD = {"matrix_approximation_rank": 3, "start_powerSGD_iter": 2, "ranks": {"*.0.*": 1}, "alternating": True}
+POWERSGD |= {"stacks": {"layers.4.weight": 1}, "factor_dtype": torch.bfloat16}
+QUANTIZED = {"wire": "int2", "block_size": 32, "start_iter": 0, "exempt": ["*.2.bias"], "wires": {"*.0.*": "int8"}}
 COPIED = {
-    "powersgd": (
-        powerSGD_hook,
-        partial(
-            PowerSGDState,
-            matrix_approximation_rank=3,
-            start_powerSGD_iter=2,
-            min_compression_rate=1.25,
-            orthogonalization_epsilon=1e-8,
-            random_seed=5,
-            compression_stats_logging_frequency=7,
-            batch_tensors_with_same_shape=True,
-            ranks={"*.0.*": 1},
-            stacks={"layers.4.weight": 1},
-            factor_dtype=torch.bfloat16,
-            alternating=True,
-            precision="fp32",
-            cuda_graphs=True,
-        ),
-    ),
-    "quantization": (
-        quantization_hook,
-        partial(
-            QuantizationState,
-            wire="int2",
-            block_size=32,
-            start_iter=0,
-            exempt=["*.2.bias"],
-            wires={"*.0.*": "int8"},
-            error_dtype=torch.bfloat16,
-            seed=5,
-        ),
-    ),
+    "powersgd": (powerSGD_hook, partial(PowerSGDState, **POWERSGD)),
+    "quantization": (quantization_hook, partial(QuantizationState, **QUANTIZED)),
     "scaled cast": (scaled_cast_hook, partial(ScaledCastState, dtype=torch.bfloat16, margin=5, growth=2, backoff=3)),
 }
 

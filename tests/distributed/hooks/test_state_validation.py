@@ -1,7 +1,6 @@
 """Loaded states and name patterns that cannot be right raise in every hook state, before anything changes."""
 
 import copy
-import math
 import re
 
 import pytest
@@ -9,12 +8,11 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
-from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from gradwire.hooks.powerSGD_hook import PowerSGDState
 from gradwire.hooks.quantization_hooks import QuantizationState
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState
 from tests.support.bits import assert_same_bits
 from tests.support.powersgd_checkpoints import EARLY
-from tests.support.training import wrapped
 
 INT64_MAX = 2**63 - 1
 
@@ -85,30 +83,22 @@ def with_element(tensor, value, place=0):
 TENSOR_DAMAGES = {
     "None": lambda tensor: None,
     "list": lambda tensor: tensor.tolist(),
-    "number": lambda tensor: 1,
-    "NumPy array": lambda tensor: tensor.numpy(),
-    "bool": lambda tensor: tensor.bool(),
     "int8": lambda tensor: tensor.to(torch.int8),
     "fp16": lambda tensor: tensor.half(),
     "complex": lambda tensor: tensor.to(torch.complex64),
     "sparse": lambda tensor: tensor.to_sparse(),
-    "sparse CSR": lambda tensor: tensor.view(tensor.shape[0], -1).to_sparse_csr(),
     "quantized": lambda tensor: torch.quantize_per_tensor(tensor.float(), 0.1, 0, torch.qint8),
     "meta": lambda tensor: tensor.to("meta"),
     "fake": lambda tensor: FakeTensorMode().from_tensor(tensor),
     "nested": lambda tensor: torch.nested.nested_tensor([tensor.float()]),
     "subclass": lambda tensor: tensor.as_subclass(Subclass),
-    "flat": lambda tensor: tensor.reshape(-1)[: tensor.numel() - 1],
     "one dimension and element more": lambda tensor: torch.cat([tensor.view(-1), tensor.view(-1)[:1]]).unsqueeze(0),
     "0-d": lambda tensor: tensor.view(-1)[0],
     "last column gone": lambda tensor: tensor[..., :-1],
-    "twice as long": lambda tensor: torch.cat([tensor, tensor], -1),
     "nothing left": lambda tensor: tensor[:0],
 }
 FLOAT_DAMAGES = {
-    "nan": lambda tensor: with_element(tensor, torch.nan),
     "last is nan": lambda tensor: with_element(tensor, torch.nan, -1),
-    "inf": lambda tensor: with_element(tensor, torch.inf),
     "-inf": lambda tensor: with_element(tensor, -torch.inf),
 }
 FACTOR_DAMAGES = {
@@ -117,7 +107,7 @@ FACTOR_DAMAGES = {
     "no rank": lambda tensor: tensor[:, :0],
     "one matrix more": lambda tensor: torch.cat([tensor, tensor[:1]]),
 }
-BAD_COUNTS = [-3, -1, True, False, 2**80, INT64_MAX, 4.0, math.nan, None, "4", torch.tensor(4)]
+BAD_COUNTS = [-1, True, 2**80, INT64_MAX, 4.0, None, "4", torch.tensor(4)]
 NO_STATES = {"None": None, "a list": [powersgd_state()], "a tensor": torch.ones(3), "empty": {}}
 # No entry and no tensor of a state may be one of these.
 JUNK = [None, True, 0.5, "ab", -1, 2**62 + 1, [1, 2, 3], {"a": 1}, torch.ones(3), torch.ones(3, dtype=torch.bool)]
@@ -162,36 +152,29 @@ def damaged_scaled_cast_states():
     """(id, damaged state, the entry that the message has to name)."""
     good = scaled_cast_state()
     for key in good:
+        yield f"no {key}", {other: value for other, value in good.items() if other != key}, f"'{key}'"
         for value in JUNK:
             yield f"{key} is {value!r}", changed(good, key, value), key
     for key in ("exponents", "counters"):
         for label, damage in TENSOR_DAMAGES.items():
             yield f"{key}: {label}", changed(good, key, damage(good[key])), key
-        for label, number in {"nan": math.nan, "inf": math.inf, "0.5": 0.5}.items():
-            yield f"{key}: {label}", changed(good, key, with_element(good[key].float(), number)), key
     smallest = torch.iinfo(torch.int32).min
-    for number in (smallest, -smallest - 1, -101, 101, -128):
-        yield f"an exponent of {number}", changed(good, "exponents", with_element(good["exponents"], number)), "[0, 0]"
-    for number in (-1, 2, smallest):
-        value = with_element(good["exponents"], number, -1)
-        yield f"a flag of {number}", changed(good, "exponents", value), "exponents[2, 1]"
-    int8 = torch.tensor([[-128, 1], [0, 1], [0, 0]], dtype=torch.int8)
-    yield "an int8 exponent of -128", changed(good, "exponents", int8), "exponents"
-    for i, number in [*((i, number) for i in range(4) for number in (-1, -(2**63), INT64_MAX)), (3, 2)]:
-        value = with_element(good["counters"], number, i)
-        yield f"counters[{i}] is {number}", changed(good, "counters", value), f"counters[{i}]"
-    names = good["names"]
-    for label, value, entry in (
-        ("a tuple", tuple(names), "names"),
-        ("a name is a number", [*names[:2], 3], "names[2]"),
-        ("a name is a list", [*names[:2], []], "names[2]"),
-        ("a name comes twice", [*names[:2], names[0]], "names[2]"),
-        ("one name is missing", names[:2], "exponents"),
-        ("one name more", [*names, "d"], "exponents"),
+    for key, number, place, entry in (
+        *(("exponents", number, 0, "[0, 0]") for number in (smallest, -smallest - 1, -101, 101)),
+        *(("exponents", number, -1, "exponents[2, 1]") for number in (-1, 2)),
+        *(("counters", number, i, f"counters[{i}]") for i in range(4) for number in (-1, INT64_MAX)),
+        ("counters", 2, 3, "counters[3]"),
     ):
-        yield f"names: {label}", changed(good, "names", value), entry
-    for key in good:
-        yield f"no {key}", {other: value for other, value in good.items() if other != key}, f"'{key}'"
+        yield f"{key}: {number} at {place}", changed(good, key, with_element(good[key], number, place)), entry
+    names = good["names"]
+    for value, entry in (
+        (tuple(names), "names"),
+        ([*names[:2], 3], "names[2]"),
+        ([*names[:2], names[0]], "names[2]"),
+        (names[:2], "exponents"),
+        ([*names, "d"], "exponents"),
+    ):
+        yield f"names are {value}", changed(good, "names", value), entry
     for label, value in NO_STATES.items():
         yield label, value, "names, exponents and counters"
 
@@ -258,16 +241,6 @@ def test_damaged_scaled_cast_state_raises_and_changes_nothing(damaged, entry):
     assert_refuses(state, damaged, entry)
 
 
-def test_factor_of_bucket_that_does_not_fit_other_side_raises():
-    good = powersgd_state() | {"errors": {}}
-    for names in (good["q"], good["p"]):
-        names["a ... b, 2 parameters"] = torch.full((1, 2, 9), 0.1)
-    state = PowerSGDState(None)
-    state.load_state_dict(good)
-    good["p"]["a ... b, 2 parameters"] = torch.full((2, 2, 9), 0.1)
-    assert_refuses(state, good, "p['a ... b, 2 parameters']")
-
-
 def factors_of_rank(rank):
     """The changes of a state whose factors have another rank than the options ask for."""
     good = powersgd_state()
@@ -298,16 +271,6 @@ def test_whole_powersgd_state_loads(bound, change):
     assert_same_bits(memory(loaded), {key: state[key] for key in powersgd_state()})
 
 
-def test_loaded_errors_are_detached_plain_tensors():
-    state = powersgd_state()
-    state["errors"]["head.weight"] = nn.Parameter(state["errors"]["head.weight"])
-    loaded = PowerSGDState(None)
-    loaded.load_state_dict(state)
-    error = memory(loaded)["errors"]["head.weight"]
-    assert type(error) is torch.Tensor
-    assert not error.requires_grad
-
-
 # --- name patterns
 
 
@@ -326,8 +289,3 @@ def test_pattern_without_match_raises_at_bind(case):
     message = refusal(state.bind, Model())
     assert message.startswith(f"{named} matches none of the model's 3 parameters, head.weight, qkv.bias, qkv.weight")
     assert "Correct or remove it" in message
-
-
-def test_pattern_without_match_raises_at_registration(world_of_one):
-    hook = PowerSGDState(None, ranks={"tail.*": 1}), powerSGD_hook
-    assert "ranks['tail.*'] matches none" in refusal(wrapped, model=Model(), hook=hook)

@@ -76,22 +76,6 @@ def test_both_shots_deliver_every_cell(way):
             assert torch.equal(actual, expected), shape
 
 
-@on_ranks(2, 3)
-def test_pieces_may_lie_apart_and_own_cells_in_the_result():
-    rank, n = dist.get_rank(), dist.get_world_size()
-    transport = GroupTransport(dist.group.WORLD)
-    pieces, nbytes = 3, 32
-    sent, received, gathered = (poisoned(pieces, n + 1, nbytes) for _ in range(3))
-    sent[:, :n] = message(rank, pieces, n, nbytes)
-    transport.run(transport.all_to_all(received[:, :n], sent[:, :n]))
-    own = gathered[:, rank]
-    own.copy_(received[:, :n].sum(1, dtype=torch.uint8))
-    transport.run(transport.all_gather(gathered[:, :n], own))
-    for actual, expected in zip((received[:, :n], gathered[:, :n]), expected_shots(rank, n, (3, 32)), strict=True):
-        assert torch.equal(actual, expected)
-    assert all((gap == 255).all() for gap in (received[:, n], gathered[:, n]))
-
-
 @pytest.mark.parametrize("way", ["run", "start"])
 @pytest.mark.parametrize("nbytes", [0, 16, 7])
 def test_both_shots_together_count_the_message_once(way, nbytes):

@@ -17,16 +17,7 @@ from gradwire.reducer.torch_internals import assign_buckets
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
 from tests.support.features import flat_hook
 from tests.support.ranks import on_ranks
-from tests.support.training import (
-    HOOKS,
-    SMALL,
-    SMALLEST,
-    WRAPPERS,
-    build,
-    register,
-    train,
-    train_steps,
-)
+from tests.support.training import HOOKS, SMALL, SMALLEST, WRAPPERS, build, register, train, train_steps
 from tests.support.zoo import Probe
 
 ROOT = Path(__file__).parents[3]

@@ -9,12 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gradwire.comm import GroupTransport
-from gradwire.reducer.bucketing import (
-    BucketOptions,
-    assign_first_buckets,
-    rebuild_buckets,
-    rebuilt_limits,
-)
+from gradwire.reducer.bucketing import BucketOptions, assign_first_buckets, rebuild_buckets, rebuilt_limits
 from tests.support.ranks import on_ranks
 
 PYTORCHS = dist._compute_bucket_assignment_by_size

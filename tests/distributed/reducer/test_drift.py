@@ -137,22 +137,6 @@ def test_interval_that_is_no_number_of_steps_is_refused(value):
     assert f"check_every is {value!r}; expected a whole number of steps, at least 1, or None" in message
 
 
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex64]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_checksum_depends_on_every_bit(dtype):
-    tensor = torch.arange(24).view(2, 3, 4).to(dtype)
-    raw = tensor.view(-1).view(torch.uint8)
-    before = checksum(tensor)
-    for position in range(len(raw)):
-        for bit in range(1 if dtype == torch.bool else 8):
-            raw[position] ^= 1 << bit
-            assert checksum(tensor) != before
-            raw[position] ^= 1 << bit
-    assert checksum(tensor) == before
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_checksum_depends_on_every_part_of_a_large_tensor(dtype):
     tensor = torch.ones(3 * WORDS_AT_ONCE * 8 // dtype.itemsize + 8 // dtype.itemsize + 1, dtype=dtype)  # 12 MiB

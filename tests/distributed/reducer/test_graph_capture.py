@@ -129,14 +129,6 @@ def test_captured_buffer_does_not_shrink(capture, workspace):
     assert workspace.nbytes == 4000
 
 
-def test_buffer_does_not_shrink_during_a_capture(capture, workspace):
-    large = steps_with(workspace, 1000)
-    steps_with(workspace, 10, Workspace.STEPS_BEFORE_SHRINKING)
-    with capture:
-        assert steps_with(workspace, 10, 1) == large
-    assert workspace.nbytes == 4000
-
-
 def test_captured_buffer_outlives_its_larger_replacement(capture, workspace):
     with capture:
         steps_with(workspace, 10, 1)

@@ -204,21 +204,6 @@ def test_action_incompatible_with_mixed_precision_raises(world_of_one, what):
     assert text in message
 
 
-@pytest.mark.parametrize(
-    ("config", "text"),
-    [
-        (MixedPrecision(torch.int8, torch.float16), "param_dtype is torch.int8; expected a floating-point dtype"),
-        (MixedPrecision(torch.float16), "reduce_dtype is None; expected a floating-point dtype"),
-        (torch.float16, "param_dtype is None"),
-    ],
-)
-def test_bad_config_of_mixed_precision_raises(world_of_one, config, text):
-    with no_streams():
-        kind, message = error_of(DDP, Net(), mixed_precision=config)
-    assert kind == "ValueError"
-    assert f"mixed_precision.{text}" in message
-
-
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
 @on_ranks(2)
 def test_machine_without_accelerator_raises_before_module_is_changed():

@@ -98,18 +98,6 @@ def test_construction_gives_every_rank_the_state_of_rank_0():
     assert results[1][0]["conv.weight"] != wanted["conv.weight"]
 
 
-@on_ranks(2, 3)
-def test_states_that_are_never_broadcast_may_differ():
-    rank = dist.get_rank()
-    ddp = DDP(WithState(first=torch.ones(rank), extra=rank > 0), broadcast_buffers=False)
-    ignoring = WithState(frozen=torch.ones(rank), first=torch.ones(rank))
-    DDP._set_params_and_buffers_to_ignore_for_model(ignoring, ["fixed", "first"])
-    for model in (ddp, DDP(ignoring)):
-        for _ in range(2):
-            model(torch.ones(3) * rank).backward()
-    assert_same_on_all_ranks(from_all_ranks([ddp.module.weight.grad, ignoring.weight.grad]))
-
-
 UNEQUAL_OPTIONS = {
     "find_unused_parameters": {},
     "static_graph": {},
@@ -126,17 +114,6 @@ def test_options_that_decide_collectives_raise_where_they_differ(option):
     assert error is not None
     assert error[0] == "RuntimeError"
     assert f"{option}: True on rank 0; False on rank{'s 1, 2' if dist.get_world_size() == 3 else ' 1'}" in error[1]
-
-
-@on_ranks(2)
-def test_sizes_that_decide_the_first_buckets_raise_where_they_differ():
-    rank = dist.get_rank()
-    one_size, a_list = [
-        error_of(DDP, build("mlp"), bucket_cap_mb=1 + rank, find_unused_parameters=True),
-        error_of(DDP, build("mlp"), bucket_cap_mb_list=[1 + rank]),
-    ]
-    assert "buckets (bytes): [1048576, 1048576] on rank 0; [2097152, 2097152] on rank 1" in one_size[1]
-    assert "buckets (bytes): [1048576] on rank 0; [2097152] on rank 1" in a_list[1]
 
 
 @pytest.mark.parametrize("hook", [None, "fp16", "powersgd"])

@@ -306,14 +306,6 @@ def test_laws_hold_in_random_training_loops(worlds, loop):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 3])
-@settings(PROPERTY, max_examples=300)
-@given(loop=loops())
-def test_laws_hold_in_many_random_training_loops(worlds, size, loop):
-    assert_laws(worlds(size), loop)
-
-
-@pytest.mark.slow
 def test_laws_hold_in_training_loops_of_a_new_seed(worlds):
     """``GRADWIRE_SEED`` repeats a run, ``GRADWIRE_LOOPS`` sets the number of loops."""
     drawn = int(os.environ.get("GRADWIRE_SEED", secrets.randbits(32)))

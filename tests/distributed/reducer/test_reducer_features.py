@@ -14,17 +14,7 @@ from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
-from tests.support.features import (
-    FEATURES,
-    Parts,
-    assert_parity,
-    features,
-    flat_hook,
-    views,
-    ways,
-    wrap,
-    zero_grad,
-)
+from tests.support.features import FEATURES, Parts, assert_parity, features, flat_hook, views, ways, wrap, zero_grad
 from tests.support.ranks import from_all_ranks, on_ranks
 from tests.support.training import SMALL, SMALLEST, WRAPPERS, build, gradients, message_of, own_batches, train
 from tests.support.zoo import Probe

@@ -19,8 +19,8 @@ from gradwire.hooks.hook_state import HookState
 from gradwire.hooks.quantization_hooks import QuantizationState
 from gradwire.reducer.bucket import DenseBucket
 from gradwire.sharded import ReduceScatterOptions
-from gradwire.sharded.replicas import ShardBucket
-from gradwire.sharded.shards import QuantizedReduceScatter
+from gradwire.sharded.all_reduce import ShardBucket
+from gradwire.sharded.reduce_scatter import QuantizedReduceScatter
 from tests.distributed.faults.test_faults import (
     check_recovered,
     check_silent,
@@ -60,11 +60,12 @@ class Sharded:
 
     def parameters(self):
         """This rank's shards, wherever FSDP2 has the whole parameters at present."""
-        return [each.sharded_param.to_local().clone() for each in self.attachment._parameters.values()]
+        parameters = [each for group in self.attachment._groups for each in group.parameters.values()]
+        return [each.sharded_param.to_local().clone() for each in parameters]
 
     def memory(self):
         """Copies of this rank's errors."""
-        state, scattered = self.attachment.state, self.attachment._scattered
+        state, scattered = self.attachment.state, self.attachment._with_errors
         own = state.__getstate__()["memory"]["errors"] if state is not None else {}
         within = {name: error.clone() for each in scattered for name, error in each._errors.items()}
         return [own, within]

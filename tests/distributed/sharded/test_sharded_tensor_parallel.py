@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import gradwire
 from gradwire.sharded import ReduceScatterOptions
-from gradwire.sharded.shards import QuantizedReduceScatter
+from gradwire.sharded.reduce_scatter import QuantizedReduceScatter
 from tests.support.bits import assert_same_bits
 from tests.support.ranks import on_ranks
 from tests.support.training import Fault, error_of, message_of

@@ -1,8 +1,8 @@
-"""`QuantizedReduceScatter`: FSDP2's reduce-scatter in 1 to 16 bits per element, with sums in fp32."""
+"""The reduce-scatter within a replica, quantized: `QuantizedReduceScatter` in place of FSDP2's."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from gradwire.compress.policy import exempt_format
 from gradwire.hooks.quantization_hooks import BlockOptions
 from gradwire.kernels import WIRE_FORMATS
 from gradwire.sharded.exchange import ShardedExchange, described
-from gradwire.sharded.torch_internals import flat_order, mean_weight, shard_group
+from gradwire.sharded.torch_internals import ParameterGroup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,30 +49,18 @@ class QuantizedReduceScatter:
     sent in 16 bits, and the errors are kept.
 
     Args:
-        native: the reduce-scatter that it replaces, which allocates the tensors.
-        group: the parameter group.
-        names: parameter names, in the order of the parameter group.
-        replicas: the ranks that hold the same shards; None if there is one replica.
+        group: the parameter group, whose own reduce-scatter allocates the tensors.
         options: wire formats and error memory.
         exchange: shared by all parameter groups of a model.
     """
 
-    def __init__(
-        self,
-        native: Any,
-        group: Any,
-        names: Sequence[str],
-        replicas: dist.ProcessGroup | None,
-        options: ReduceScatterOptions,
-        exchange: ShardedExchange,
-    ) -> None:
-        self.native = native
-        self._group, self._names, self._replicas = group, names, replicas
-        self._options, self._exchange = options, exchange
+    def __init__(self, group: ParameterGroup, options: ReduceScatterOptions, exchange: ShardedExchange) -> None:
+        self.native = group.reduce_scatter
+        self._group, self._options, self._exchange = group, options, exchange
         self._shards: dist.ProcessGroup | None = None  # the ranks of the latest call
         self._scale = 1.0  # of the latest call
-        # By size and dtype of the flat tensor, and parameter names; None: of any parameters.
-        self._buckets: dict[tuple[int, torch.dtype, tuple[str, ...] | None], ScatterBucket] = {}
+        # By size and dtype of the flat tensor, and parameter names; without names: of any parameters.
+        self._buckets: dict[tuple[int, torch.dtype, tuple[str, ...]], ScatterBucket] = {}
         self._errors: dict[str, Tensor] = {}  # by parameter name, [n, elements in a shard]: views of a bucket's
         self._loaded: dict[str, Tensor] = {}  # errors of this rank's shard, which no step has used yet
         self.n_calls = 0
@@ -101,7 +89,7 @@ class QuantizedReduceScatter:
         if scale is None or input_tensor.is_complex():
             done: dist.Work | None = self.native(output_tensor, input_tensor, group, op, async_op)
             return done
-        name = f"reduce-scatter of {described(self._names)} in {self._options.wire}"
+        name = f"reduce-scatter of {described(self._group)} in {self._options.wire}"
         if not self._exchange.attempt(group, name, lambda: self._reduce(output_tensor, input_tensor, group, scale)):
             output_tensor.fill_(torch.nan)  # PyTorch still averages it with the other replicas
         return None
@@ -130,7 +118,7 @@ class QuantizedReduceScatter:
     def take_back(self, shard: Tensor, excluded: Collection[str] = ()) -> None:
         """Add this rank's shard of a result that was not applied to the errors, except for ``excluded`` parameters."""
         assert self._shards is not None
-        sizes = flat_order(self._group, self._names) or {}
+        sizes = self._group.flat_order()
         parts = shard.split([size.numel() for size in sizes.values()])
         for name, part in zip(sizes, parts, strict=True):
             if name in self._errors and name not in excluded and part.isfinite().all():
@@ -140,18 +128,18 @@ class QuantizedReduceScatter:
         """The bucket of a flat tensor: one part per parameter, or a single one if they are not known or needed."""
         options, n = self._options, transport.world_size
         by_name = options.use_error_feedback or bool(options.wires) or WIRE_FORMATS[options.wire].is_scaled
-        sizes = flat_order(self._group, self._names) if by_name else None
-        if sizes is not None and n * sum(map(torch.Size.numel, sizes.values())) != gradients.numel():
-            sizes = None
-        key = (gradients.numel(), gradients.dtype, None if sizes is None else tuple(sizes))
+        sizes = self._group.flat_order() if by_name else {}
+        if sizes and n * sum(map(torch.Size.numel, sizes.values())) != gradients.numel():
+            sizes = {}
+        key = (gradients.numel(), gradients.dtype, tuple(sizes))
         if key not in self._buckets:
             quantization, dtype, device = options.quantization(), gradients.dtype, gradients.device
-            if sizes is None:
+            if not sizes:
                 wire = WIRE_FORMATS[exempt_format(options.wire, dtype)]
                 quantization = replace(quantization, error_dtype=None)
-                names, lengths, formats = self._names[:1], [gradients.numel() // n], [wire]
+                names, lengths, formats = list(self._group.parameters)[:1], [gradients.numel() // n], [wire]
             else:
-                self._buckets = {kept: bucket for kept, bucket in self._buckets.items() if kept[2] is None}
+                self._buckets = {kept: bucket for kept, bucket in self._buckets.items() if not kept[2]}
                 names, lengths = list(sizes), list(map(torch.Size.numel, sizes.values()))
                 layouts = [torch.empty(size, dtype=dtype, device="meta") for size in sizes.values()]
                 formats = options.wire_formats(layouts, names)
@@ -183,10 +171,9 @@ class QuantizedReduceScatter:
 
     def saved_errors(self) -> dict[str, Tensor]:
         """This rank's shard of the errors of all ranks, by name, in fp32. A collective call."""
-        saved, weight = {}, mean_weight(self._group)
-        shards = shard_group(self._group)
+        saved, weight, shards = {}, self._group.mean_weight(), self._group.shards
         assert shards is not None
-        for name, size in (flat_order(self._group, self._names) or {}).items():
+        for name, size in self._group.flat_order().items():
             own = torch.zeros(size.numel(), device=self._group.device)
             # After a failed step, a part of the ranks may have taken over what they have loaded.
             errors = torch.zeros(shards.size(), size.numel(), device=self._group.device)
@@ -195,19 +182,19 @@ class QuantizedReduceScatter:
             elif name in self._errors:
                 errors.copy_(self._errors[name])
             self.native(own, errors.view(-1), shards, dist.ReduceOp.SUM)
-            if self._replicas is not None:
-                dist.all_reduce(own, group=self._replicas)
+            if self._group.replicas is not None:
+                dist.all_reduce(own, group=self._group.replicas)
             saved[name] = own.mul_(weight).view(size)
         return saved
 
     def load_errors(self, saved: Mapping[str, Tensor]) -> None:
         """Start from `saved_errors`, of the same parameters."""
-        replicas = 1 if self._replicas is None else self._replicas.size()
+        replicas = 1 if self._group.replicas is None else self._group.replicas.size()
         self._loaded, self._errors, self._buckets = {}, {}, {}
-        for name, size in (flat_order(self._group, self._names) or {}).items():
+        for name, size in self._group.flat_order().items():
             padded = torch.zeros(size, device=self._group.device)
             padded[tuple(map(slice, saved[name].shape))] = saved[name]
-            self._loaded[name] = padded.view(-1) / (mean_weight(self._group) * replicas)
+            self._loaded[name] = padded.view(-1) / (self._group.mean_weight() * replicas)
 
 
 def _scale(op: Any, size: int) -> float | None:

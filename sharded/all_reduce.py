@@ -1,8 +1,8 @@
-"""`ReplicaGroup`: stands in for the process group between replicas, and averages through a communication hook."""
+"""The all-reduce between replicas: `ReplicaGroup` in place of the process group passes a `ShardBucket` to the hook."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -19,40 +19,49 @@ from gradwire.hooks._names import plain_name
 from gradwire.hooks.hook_state import HookState
 from gradwire.kernels import SegmentTable, unflatten
 from gradwire.sharded.exchange import ShardedExchange, described, name_of
-from gradwire.sharded.shards import QuantizedReduceScatter
-from gradwire.sharded.torch_internals import is_read_in_backward, reduce_scatter_of, trainable
+from gradwire.sharded.reduce_scatter import QuantizedReduceScatter
+from gradwire.sharded.torch_internals import ParameterGroup
 
 
 class ShardBucket(Bucket):
-    """This rank's shards of the gradients of one parameter group, with the interface of gradwire's DDP buckets.
+    """The bucket that a hook gets: this rank's shards of the gradients of one parameter group.
 
-    FSDP2 reduces them in one flat tensor, whose shards are padded along dimension 0.
+    It is to FSDP2 what `gradwire.reducer.bucket.DenseBucket` is to gradwire's DDP. FSDP2 has collected the gradients in
+    one flat tensor, whose shards are padded along dimension 0; the bucket has a view of it for each parameter.
+
+    Args:
+        parameters: FSDP2's parameters by name, in the order of the flat tensor. One has elements on this rank, or more.
+        dtype: dtype of the flat tensor.
+        device: its device.
+        replicas: the ranks that hold the same shards.
 
     Attributes:
-        process_group: the replicas of this shard.
         numel: number of elements of the flat tensor, padding included.
     """
 
     def __init__(
-        self,
-        names: Sequence[str],
-        layouts: Sequence[Tensor],
-        offsets: Sequence[int],
-        numel: int,
-        group: dist.ProcessGroup,
+        self, parameters: Mapping[str, Any], dtype: torch.dtype, device: torch.device, replicas: dist.ProcessGroup
     ) -> None:
-        self._names = list(names)
-        self._layouts = list(layouts)
-        self._offsets = offsets
+        self.numel = 0
+        self._names: list[str] = []
+        self._layouts: list[Tensor] = []
+        self._offsets: list[int] = []
+        for name, parameter in parameters.items():
+            size, stride = parameter.sharded_size, parameter.contiguous_sharded_stride
+            if size.numel() > 0:  # a shard is empty if dimension 0 has fewer rows than there are shards
+                layout = torch.empty_strided(size, stride, dtype=dtype, device=device)
+                layout.untyped_storage().resize_(0)
+                self._names.append(name)
+                self._layouts.append(layout)
+                self._offsets.append(self.numel)
+            self.numel += parameter.padded_sharded_param_size.numel()
         self._table = SegmentTable(self._layouts)
         self._flat: Tensor | None = None
         self.position, self.is_final, self.zero_copy = 0, False, True
-        self.device, self.dtype = layouts[0].device, layouts[0].dtype.to_real()
-        self.names = tuple(map(plain_name, names))
-        self.numel = numel
-        self.process_group = group
+        self.device, self.dtype, self.process_group = device, dtype.to_real(), replicas
+        self.names = tuple(map(plain_name, self._names))
         self.first, self.model_parameters = self._layouts[0], self._layouts
-        self.layouts = [(layout.shape, layout.stride()) for layout in layouts]
+        self.layouts = [(layout.shape, layout.stride()) for layout in self._layouts]
 
     def collect(self, flat: Tensor, position: int, is_last: bool, zero_copy: bool) -> None:
         """Hold the gradients of a backward, the bucket number ``position`` of it."""
@@ -117,29 +126,21 @@ class ShardBucket(Bucket):
 
 
 class ReplicaGroup(dist.ProcessGroup):
-    """A process group whose all-reduce averages the gradients of one parameter group with a hook.
+    """A process group whose all-reduce averages the shards of one parameter group with a hook.
+
+    FSDP2 knows no hooks; but it calls `allreduce` of the process group between replicas, which this one replaces.
 
     Args:
-        replicas: the ranks that hold the same shards.
-        group: the parameter group.
-        names: parameter names, in the order of the parameter group.
+        group: the parameter group, which has replicas.
         state: state of the hook.
         hook: a communication hook.
         exchange: shared by all parameter groups of a model.
     """
 
-    def __init__(
-        self,
-        replicas: dist.ProcessGroup,
-        group: Any,
-        names: Sequence[str],
-        state: Any,
-        hook: CommHook,
-        exchange: ShardedExchange,
-    ) -> None:
-        super().__init__(replicas.rank(), replicas.size())  # type: ignore[call-arg]
-        self.replicas = replicas
-        self._group, self._names = group, names
+    def __init__(self, group: ParameterGroup, state: Any, hook: CommHook, exchange: ShardedExchange) -> None:
+        assert group.replicas is not None
+        super().__init__(group.replicas.rank(), group.replicas.size())  # type: ignore[call-arg]
+        self.replicas, self._group = group.replicas, group
         self._state, self._hook, self._is_zero_copy = state, hook, is_zero_copy(hook)
         self._exchange = exchange
         self._buckets: dict[object, ShardBucket | None] = {}
@@ -163,9 +164,9 @@ class ReplicaGroup(dist.ProcessGroup):
             exchange.wait()  # FSDP2 may add to the gradients
             return self.replicas.allreduce(tensors, options)
         exchange.averaged.append(self)
-        name = f"all-reduce of {described(self._names)} by {name_of(self._hook)}"
+        name = f"all-reduce of {described(self._group)} by {name_of(self._hook)}"
         exchange.attempt(self.replicas, name, partial(self._start, name, bucket, flat, is_mean))
-        if has_streams(flat.device) or not is_mean or is_read_in_backward(self._group, flat.dtype):
+        if has_streams(flat.device) or not is_mean or self._group.is_read_in_backward(flat.dtype):
             exchange.wait()
         if not is_mean:
             flat.mul_(self.size())
@@ -204,30 +205,14 @@ class ReplicaGroup(dist.ProcessGroup):
             for name, view in zip(names, bucket.views(mean), strict=True)
             if self._state.memory.take_back(name, view)
         ]
-        reduce_scatter = reduce_scatter_of(self._group)
-        if isinstance(reduce_scatter, QuantizedReduceScatter):
-            reduce_scatter.take_back(mean, taken)
+        if isinstance(self._group.reduce_scatter, QuantizedReduceScatter):
+            self._group.reduce_scatter.take_back(mean, taken)
 
     def bucket(self, dtype: torch.dtype) -> ShardBucket | None:
         """Shards of the trainable parameters, in ``dtype``; None if this rank has none, or their order is unknown."""
-        found = trainable(self._group, self._names)
-        key = (dtype, None if found is None else tuple(found))
+        found = self._group.trainable() or {}
+        key = (dtype, tuple(found))
         if key not in self._buckets:
-            self._buckets[key] = self._new_bucket(found or {}, dtype)
+            has_elements = any(each.sharded_size.numel() > 0 for each in found.values())
+            self._buckets[key] = ShardBucket(found, dtype, self._group.device, self.replicas) if has_elements else None
         return self._buckets[key]
-
-    def _new_bucket(self, parameters: Mapping[str, Any], dtype: torch.dtype) -> ShardBucket | None:
-        layouts, offsets, numel = {}, [], 0
-        for name, parameter in parameters.items():
-            size = parameter.sharded_size
-            if size.numel() > 0:  # a shard is empty if dimension 0 has fewer rows than there are shards
-                layout = torch.empty_strided(
-                    size, parameter.contiguous_sharded_stride, dtype=dtype, device=self._group.device
-                )
-                layout.untyped_storage().resize_(0)
-                layouts[name] = layout
-                offsets.append(numel)
-            numel += parameter.padded_sharded_param_size.numel()
-        if not layouts:
-            return None
-        return ShardBucket(list(layouts), list(layouts.values()), offsets, numel, self.replicas)
