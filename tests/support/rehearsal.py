@@ -193,9 +193,12 @@ class _Event:
     def __init__(self, device: _Device) -> None:
         self._device = device
 
-    def record(self) -> None:
+    def record(self, stream: object = None) -> None:
         self._recorded = time.perf_counter()
         self._due = max(self._recorded, self._device.spins_until)
+
+    def wait(self, stream: object = None) -> None:
+        pass
 
     def query(self) -> bool:
         return time.perf_counter() >= self._due
@@ -239,6 +242,9 @@ def gpu_on_cpu() -> Iterator[None]:
             (torch.cuda, "stream", NoStream),
             (torch.cuda, "set_stream", _nothing),
             (torch.cuda, "device", nullcontext),
+            (torch.cuda, "_exchange_device", _nothing),
+            (torch.cuda, "_maybe_exchange_device", _nothing),
+            (torch.cuda, "is_current_stream_capturing", lambda: False),
             (torch.cuda, "graph", _run_once),
             (torch.cuda, "Event", device.event),
             (torch.cuda, "_sleep", device.spin),

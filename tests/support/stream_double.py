@@ -25,6 +25,7 @@ class Stream:
     """A stream that knows the uses of other streams that precede its next one."""
 
     device = None  # the double that it belongs to
+    cuda_stream = 0
     names = iter(range(10**9))
 
     def __init__(self, *_, priority=0, name=None):
@@ -47,8 +48,15 @@ class Stream:
 class Event:
     """A snapshot of a stream's vector clock."""
 
-    def __init__(self, stream):
+    def __init__(self, stream=None):
+        if stream is not None:
+            self.record(stream)
+
+    def record(self, stream):
         self.stream, self.known = stream, dict(stream.known)
+
+    def wait(self, stream):
+        stream.wait_event(self)
 
 
 class Device(TorchDispatchMode):
@@ -174,6 +182,10 @@ def stream_double():
             (torch.cuda, "set_stream", device.set_stream),
             (torch.cuda, "current_stream", lambda *_: device.current[-1]),
             (torch.cuda, "device", nullcontext),
+            (torch.cuda, "Event", Event),
+            (torch.cuda, "_exchange_device", lambda _: 0),
+            (torch.cuda, "_maybe_exchange_device", lambda _: 0),
+            (torch.cuda, "is_current_stream_capturing", lambda: False),
             (stream_executor, "Result", Result),
         ):
             patches.enter_context(mock.patch.object(owner, name, stand_in))
