@@ -3,7 +3,6 @@
 import itertools
 import threading
 from datetime import timedelta
-from functools import partial
 from unittest import mock
 
 import pytest
@@ -208,40 +207,29 @@ def test_ddp_around_fully_sharded_modules_raises_with_the_remedy():
 # Threads.
 
 
-def train_in_two_threads(wrapper, hook, same_group):
-    """The errors of two threads that train a model each, and their gradients.
-
-    Each trains for 40 steps, on a common group until its error: the other thread may begin late.
-    """
-    groups = [dist.new_group(timeout=timedelta(seconds=60)) for _ in range(1 if same_group else 2)]
-    groups = groups * 2 if same_group else groups
-    models = [wrapped(wrapper, seed=seed, group=group) for seed, group in enumerate(groups)]
-    for ddp, group in zip(models, groups, strict=True):
-        if hook is not None:
+def train_in_two_threads(wrapper, hook):
+    """The errors of two threads, each of which trains a model on a common group until its error."""
+    dist.init_process_group("gloo")
+    group = dist.new_group(timeout=timedelta(seconds=60))
+    models = [wrapped(wrapper, seed=seed, group=group) for seed in range(2)]
+    if hook is not None:
+        for ddp in models:
             ddp.register_comm_hook(group, hook)
-    errors, seen = [None, None], [None, None]
-    both = threading.Barrier(2)
+    errors, both = [None, None], threading.Barrier(2)
 
     def train(k):
         generator = own_batches(k)
         both.wait()
-        for _ in itertools.count() if same_group else range(40):
+        while errors[k] is None:  # the other thread may begin late
             models[k].zero_grad()
             errors[k] = error_of(lambda: models[k](*models[k].module.batch(generator)).backward())
-            if errors[k] is not None:
-                break
-        seen[k] = gradients(models[k])
 
-    in_threads(partial(train, 0), partial(train, 1))
-    return errors, seen
-
-
-def in_threads(*actions):
-    threads = [threading.Thread(target=action) for action in actions]
+    threads = [threading.Thread(target=train, args=(k,)) for k in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    return errors
 
 
 @pytest.mark.parametrize(
@@ -249,19 +237,13 @@ def in_threads(*actions):
     [("gradwire", None), ("gradwire", default_hooks.fp16_compress_hook), ("pytorch", default_hooks.fp16_compress_hook)],
 )
 def test_two_threads_on_one_group_raise_on_every_rank(worlds, wrapper, hook):
-    outcomes = worlds(2).run_fresh(in_default_group, wrapper=wrapper, hook=hook, same_group=True, limit=90)
+    outcomes = worlds(2).run_fresh(train_in_two_threads, wrapper=wrapper, hook=hook, limit=90)
     texts = []
     for outcome in outcomes:
         assert outcome.how == "returned", outcome
-        errors, _ = outcome.value
-        assert None not in errors, errors  # a thread that was connecting gets the error of its connection
-        texts += [text for _, text in errors]
+        assert None not in outcome.value  # a thread that was connecting gets the error of its connection
+        texts += [text for _, text in outcome.value]
     assert any("Two threads exchange gradients on one process group" in text for text in texts), texts
-
-
-def in_default_group(**options):
-    dist.init_process_group("gloo")
-    return train_in_two_threads(**options)
 
 
 @pytest.mark.parametrize("use", ["executor", "transport"])
