@@ -3,6 +3,7 @@
 import itertools
 import threading
 from datetime import timedelta
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -14,13 +15,15 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_p
 import gradwire
 from gradwire.comm import connections
 from gradwire.hooks import default_hooks, powerSGD_hook, quantization_hooks
+from gradwire.hooks._bucket import zero_copy
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
-from tests.support.bits import assert_same_bits
+from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
 from tests.support.ranks import from_all_ranks, on_ranks
 from tests.support.training import (
     WRAPPERS,
     build,
     error_of,
+    failing_hook,
     gradients,
     own_batches,
     plainly_named,
@@ -68,6 +71,15 @@ def test_one_hook_for_two_models_in_one_backward_averages_both(hook, wrapper):
     assert_same_bits(together, [list(pair) for pair in zip(*apart, strict=True)])
 
 
+@zero_copy
+def straggling_hook(state, bucket):
+    """fp16, which on rank 0 returns only once its result is there, so that the other wrapper's hook comes late."""
+    future = default_hooks.fp16_compress_hook(state, bucket)
+    if dist.get_rank() == 0:
+        future.wait()
+    return future
+
+
 class Head(torch.nn.Module):
     def __init__(self, shared):
         super().__init__()
@@ -76,6 +88,29 @@ class Head(torch.nn.Module):
 
     def forward(self, x):
         return self.own(self.shared(x)).square().sum()
+
+
+def train_with_shared_layer(first, second, hook):
+    """Gradients of two models that share a layer, after one backward through both."""
+    torch.manual_seed(0)
+    shared = torch.nn.Linear(4, 4)
+    hooks = ((None, straggling_hook), hook) if hook is not None else (None, None)
+    models = [wrapped(name, Head(shared), hook=each) for name, each in zip((first, second), hooks, strict=True)]
+    x = torch.randn(3, 4, generator=own_batches())
+    seen = []
+    for _ in range(10):
+        for ddp in models:
+            ddp.zero_grad()
+        sum(ddp(x) for ddp in models).backward()
+        seen.append([gradients(ddp) for ddp in models])
+    return seen
+
+
+@pytest.mark.parametrize("pair", [("gradwire", "gradwire"), ("gradwire", "pytorch"), ("pytorch", "gradwire")])
+@pytest.mark.parametrize("hook", [None, "fp16"])
+@on_ranks(2)
+def test_layer_shared_by_two_wrappers_has_pytorchs_gradients(hook, pair):
+    assert_same_bits(train_with_shared_layer(*pair, hook), train_with_shared_layer("pytorch", "pytorch", hook))
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
@@ -162,6 +197,38 @@ def test_hook_with_other_ranks_than_its_ddp_raises(hook, wrapper, group_of_hook)
     assert seen == []
 
 
+def fail_on_rank_1(ddp):
+    """The error of a step whose hook fails on rank 1."""
+    with failing_hook(ddp, 1 if dist.get_rank() == 1 else -1):
+        return error_of(train_steps, ddp)[0]
+
+
+@pytest.mark.parametrize("hook", STATES)
+@on_ranks(2, limit=90)
+def test_hook_in_another_group_of_the_same_ranks_starts_again_with_its_ddp(hook):
+    group, twin = dist.new_group(), dist.new_group()
+    make, function = STATES[hook]
+    ddp = wrapped(group=group, hook=(make(twin), function))
+    train_steps(ddp, 3)
+    assert fail_on_rank_1(ddp) == ["RuntimeError", "Fault"][dist.get_rank()]
+    ddp.resynchronize()
+    assert_same_on_all_ranks(from_all_ranks(train_steps(ddp, 3)))
+
+
+@pytest.mark.parametrize("hook", ["cast state", "int4", "powersgd", "scaled"])
+@on_ranks(3, limit=60)
+def test_other_ranks_assigned_to_a_registered_state_raise(hook):
+    half = half_of_three()
+    make, function = STATES[hook]
+    state = make(None)
+    ddp = wrapped(hook=(state, function))
+    train_steps(ddp)
+    state.process_group = half
+    kind, text = error_of(train_steps, ddp)
+    assert kind == "ValueError"
+    assert "would be averaged over other ranks than its parameters" in text
+
+
 @pytest.mark.parametrize("second", WRAPPERS)
 @on_ranks(2)
 def test_views_shared_with_pytorchs_wrapper_raise(second):
@@ -207,29 +274,40 @@ def test_ddp_around_fully_sharded_modules_raises_with_the_remedy():
 # Threads.
 
 
-def train_in_two_threads(wrapper, hook):
-    """The errors of two threads, each of which trains a model on a common group until its error."""
-    dist.init_process_group("gloo")
-    group = dist.new_group(timeout=timedelta(seconds=60))
-    models = [wrapped(wrapper, seed=seed, group=group) for seed in range(2)]
-    if hook is not None:
-        for ddp in models:
+def train_in_two_threads(wrapper, hook, same_group):
+    """The errors of two threads that train a model each, and their gradients.
+
+    Each trains for 40 steps, on a common group until its error: the other thread may begin late.
+    """
+    groups = [dist.new_group(timeout=timedelta(seconds=60)) for _ in range(1 if same_group else 2)]
+    groups = groups * 2 if same_group else groups
+    models = [wrapped(wrapper, seed=seed, group=group) for seed, group in enumerate(groups)]
+    for ddp, group in zip(models, groups, strict=True):
+        if hook is not None:
             ddp.register_comm_hook(group, hook)
-    errors, both = [None, None], threading.Barrier(2)
+    errors, seen = [None, None], [None, None]
+    both = threading.Barrier(2)
 
     def train(k):
         generator = own_batches(k)
         both.wait()
-        while errors[k] is None:  # the other thread may begin late
+        for _ in itertools.count() if same_group else range(40):
             models[k].zero_grad()
             errors[k] = error_of(lambda: models[k](*models[k].module.batch(generator)).backward())
+            if errors[k] is not None:
+                break
+        seen[k] = gradients(models[k])
 
-    threads = [threading.Thread(target=train, args=(k,)) for k in range(2)]
+    in_threads(partial(train, 0), partial(train, 1))
+    return errors, seen
+
+
+def in_threads(*actions):
+    threads = [threading.Thread(target=action) for action in actions]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return errors
 
 
 @pytest.mark.parametrize(
@@ -237,13 +315,19 @@ def train_in_two_threads(wrapper, hook):
     [("gradwire", None), ("gradwire", default_hooks.fp16_compress_hook), ("pytorch", default_hooks.fp16_compress_hook)],
 )
 def test_two_threads_on_one_group_raise_on_every_rank(worlds, wrapper, hook):
-    outcomes = worlds(2).run_fresh(train_in_two_threads, wrapper=wrapper, hook=hook, limit=90)
+    outcomes = worlds(2).run_fresh(in_default_group, wrapper=wrapper, hook=hook, same_group=True, limit=90)
     texts = []
     for outcome in outcomes:
         assert outcome.how == "returned", outcome
-        assert None not in outcome.value  # a thread that was connecting gets the error of its connection
-        texts += [text for _, text in outcome.value]
+        errors, _ = outcome.value
+        assert None not in errors, errors  # a thread that was connecting gets the error of its connection
+        texts += [text for _, text in errors]
     assert any("Two threads exchange gradients on one process group" in text for text in texts), texts
+
+
+def in_default_group(**options):
+    dist.init_process_group("gloo")
+    return train_in_two_threads(**options)
 
 
 @pytest.mark.parametrize("use", ["executor", "transport"])
@@ -271,3 +355,25 @@ def test_failure_while_another_thread_connects_raises_in_that_thread(use):
             assert kind == "RuntimeError"
             assert "the other thread failed" in text
     assert len(made) == n_made
+
+
+@on_ranks(2)
+def test_two_threads_on_groups_of_their_own_train():
+    errors, seen = train_in_two_threads("gradwire", default_hooks.fp16_compress_hook, same_group=False)
+    assert errors == [None, None]
+    assert_same_on_all_ranks(from_all_ranks(seen))
+
+
+@on_ranks(2)
+def test_forward_in_a_helper_thread_and_one_backward_train():
+    group = dist.new_group()
+    models = [wrapped(seed=seed, group=group) for seed in range(2)]
+    losses = [None, None]
+
+    def forward(k):
+        losses[k] = models[k](*models[k].module.batch(own_batches(k)))
+
+    forward(0)
+    in_threads(partial(forward, 1))
+    sum(losses).backward()
+    assert_same_on_all_ranks(from_all_ranks([gradients(ddp) for ddp in models]))
