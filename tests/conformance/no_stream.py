@@ -6,6 +6,8 @@ import torch
 class NoStream:
     """Stands for a stream or an event."""
 
+    cuda_stream = 0
+
     def __init__(self, *_, **__):
         pass
 

@@ -26,6 +26,7 @@ class Stream:
 
     device = None  # the double that it belongs to
     names = iter(range(10**9))
+    cuda_stream = 0
 
     def __init__(self, *_, priority=0, name=None):
         self.name = name or f"stream {next(self.names)}"
@@ -45,10 +46,17 @@ class Stream:
 
 
 class Event:
-    """A snapshot of a stream's vector clock."""
+    """A snapshot of a stream's vector clock, of when it was recorded."""
 
-    def __init__(self, stream):
+    def __init__(self, stream=None):
+        if stream is not None:
+            self.record(stream)
+
+    def record(self, stream):
         self.stream, self.known = stream, dict(stream.known)
+
+    def wait(self, stream):
+        stream.wait_event(self)
 
 
 class Device(TorchDispatchMode):
@@ -170,6 +178,9 @@ def stream_double():
         for owner, name, stand_in in (
             (Stream, "device", device),
             (torch.cuda, "Stream", Stream),
+            (torch.cuda, "Event", Event),
+            (torch.cuda, "_exchange_device", lambda _: None),
+            (torch.cuda, "_maybe_exchange_device", lambda _: None),
             (torch.cuda, "stream", device.stream),
             (torch.cuda, "set_stream", device.set_stream),
             (torch.cuda, "current_stream", lambda *_: device.current[-1]),
