@@ -17,11 +17,8 @@ def is_capturing(device: torch.device) -> bool:
         return True
     if device.type != "cuda":
         return False
-    before = torch.cuda._exchange_device(device.index)  # the call asks about the current device
-    try:
+    with torch.cuda.device(device.index):  # the call asks about the current device
         return torch.cuda.is_current_stream_capturing()
-    finally:
-        torch.cuda._maybe_exchange_device(before)
 
 
 def pinned(numbers: Sequence[int], device: torch.device) -> Tensor:

@@ -262,6 +262,9 @@ class Reducer:
             while hooks.recorded:
                 taken, ready = hooks.recorded[:], []
                 del hooks.recorded[: len(taken)]  # other threads may append meanwhile
+                if self._backward.phase is Phase.REDUCING and not tracks_usage and not self.static_graph:
+                    self._backward.ready_order += taken
+                    ready, taken = taken, []
                 for index in taken:
                     if self._backward.phase is Phase.DONE and self._is_through_outputs:
                         self._begin_again()

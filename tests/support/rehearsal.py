@@ -202,11 +202,11 @@ class _Event:
     def __init__(self, device: _Device) -> None:
         self._device = device
 
-    def record(self, _: object = None) -> None:
+    def record(self, stream: object = None) -> None:
         self._recorded = time.perf_counter()
         self._due = max(self._recorded, self._device.spins_until)
 
-    def wait(self, _: object = None) -> None:
+    def wait(self, stream: object = None) -> None:
         pass
 
     def query(self) -> bool:

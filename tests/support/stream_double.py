@@ -25,8 +25,8 @@ class Stream:
     """A stream that knows the uses of other streams that precede its next one."""
 
     device = None  # the double that it belongs to
-    names = iter(range(10**9))
     cuda_stream = 0
+    names = iter(range(10**9))
 
     def __init__(self, *_, priority=0, name=None):
         self.name = name or f"stream {next(self.names)}"
@@ -46,7 +46,7 @@ class Stream:
 
 
 class Event:
-    """A snapshot of a stream's vector clock, of when it was recorded."""
+    """A snapshot of a stream's vector clock."""
 
     def __init__(self, stream=None):
         if stream is not None:
@@ -178,13 +178,14 @@ def stream_double():
         for owner, name, stand_in in (
             (Stream, "device", device),
             (torch.cuda, "Stream", Stream),
-            (torch.cuda, "Event", Event),
-            (torch.cuda, "_exchange_device", lambda _: None),
-            (torch.cuda, "_maybe_exchange_device", lambda _: None),
             (torch.cuda, "stream", device.stream),
             (torch.cuda, "set_stream", device.set_stream),
             (torch.cuda, "current_stream", lambda *_: device.current[-1]),
             (torch.cuda, "device", nullcontext),
+            (torch.cuda, "Event", Event),
+            (torch.cuda, "_exchange_device", lambda _: 0),
+            (torch.cuda, "_maybe_exchange_device", lambda _: 0),
+            (torch.cuda, "is_current_stream_capturing", lambda: False),
             (stream_executor, "Result", Result),
         ):
             patches.enter_context(mock.patch.object(owner, name, stand_in))

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from gradwire import DistributedDataParallel as DDP
 from gradwire.comm import GroupTransport, connections_of, executor_for
 from gradwire.hooks._bucket import Bucket, reduce_bucket
+from gradwire.hooks.hook_state import settings_of
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
 from tests.support.ranks import from_all_ranks, on_ranks
 from tests.support.training import HOOKS, SMALLEST, register
@@ -63,7 +64,7 @@ def sums_and_squares(draw, sum_of=all_reduced):
         step.target.unflatten(wire + WEIGHT_OF_SQUARES * squares)
 
     def hook(state, bucket):
-        return reduce_bucket(connections_of(state), Bucket.of(bucket), algorithm, "test_hook")
+        return reduce_bucket(connections_of(state), Bucket.of(bucket), algorithm, settings_of("test_hook"))
 
     return hook
 

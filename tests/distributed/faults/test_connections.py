@@ -13,6 +13,7 @@ from gradwire.comm import Task, connections_of, executor, groups, store_collecti
 from gradwire.comm.connections import Connections
 from gradwire.comm.store_collectives import POLL_SECONDS, Notices, RanksMissing, gradwire_store, store_all_gather
 from gradwire.hooks._bucket import Bucket, reduce_bucket
+from gradwire.hooks.hook_state import settings_of
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
 from tests.support.ranks import from_all_ranks, on_ranks, signals
 from tests.support.training import (
@@ -32,7 +33,7 @@ CPU = torch.device("cpu")
 
 
 def failing_hook(algorithm, group, bucket):
-    return reduce_bucket(connections_of(group), Bucket.of(bucket), algorithm, "failing")
+    return reduce_bucket(connections_of(group), Bucket.of(bucket), algorithm, settings_of("failing"))
 
 
 @on_ranks(1)

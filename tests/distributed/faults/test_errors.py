@@ -12,6 +12,7 @@ from gradwire.comm import connections_of
 from gradwire.comm.connections import Connections
 from gradwire.hooks import default_hooks
 from gradwire.hooks._bucket import Bucket, reduce_bucket
+from gradwire.hooks.hook_state import settings_of
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
 from tests.support.features import FEATURES, Parts, wrap
 from tests.support.ranks import from_all_ranks, on_ranks
@@ -53,7 +54,7 @@ async def failing_algorithm(step):
 
 
 def failing_hook(state, bucket):
-    return reduce_bucket(connections_of(state), Bucket.of(bucket), failing_algorithm, "test_hook")
+    return reduce_bucket(connections_of(state), Bucket.of(bucket), failing_algorithm, settings_of("test_hook"))
 
 
 def reduced(change):

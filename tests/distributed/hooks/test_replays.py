@@ -30,7 +30,7 @@ ONE_BUCKET, TWO_BUCKETS = 1.0, 0.0002  # MiB
 
 @pytest.fixture(scope="module")
 def world(request, tmp_path_factory):
-    """Ranks whose kernels run in Triton's interpreter, which is chosen when Triton is imported: in servers of their own."""
+    """Ranks whose kernels run in Triton's interpreter. Imports choose it, so the ranks have servers of their own."""
     environment = {"TRITON_INTERPRET": "1", "GRADWIRE_KERNELS": "auto"}
     with (
         mock.patch.dict(_world.ENVIRONMENT, environment),
