@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gradwire.comm.stream_executor import StreamExecutor
+from gradwire.comm.transport import GroupTransport
 from gradwire.hooks import _plans, default_hooks
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
@@ -21,7 +22,7 @@ from tests.support.bits import assert_same_bits
 from tests.support.harness import World
 from tests.support.ranks import on_ranks
 from tests.support.rehearsal import gpu_on_cpu, register_backend
-from tests.support.training import WRAPPERS, register
+from tests.support.training import WRAPPERS, Fault, register
 
 WARM_UP = 1
 SHAPES = [(12, 8), (5,), (6, 10)]
@@ -79,7 +80,8 @@ class Run:
         self._stack = ExitStack()
         enter = self._stack.enter_context
         enter(gpu_on_cpu())
-        enter(mock.patch.object(_plans, "WARM_UP_STEPS", WARM_UP if replays else 10**9))
+        self.with_replays = replays
+        self.patch(_plans, "WARM_UP_STEPS", WARM_UP if replays else 10**9)
         self._replay = enter(
             mock.patch.object(StreamExecutor, "replay", autospec=True, side_effect=StreamExecutor.replay)
         )
@@ -89,6 +91,9 @@ class Run:
         self.state = None if make is None else register(self.ddp, make(self.group))
         self._generator = torch.Generator().manual_seed(dist.get_rank())
         self._kept, self.gradients, self.replays = [], [], []
+
+    def patch(self, owner, name, value):
+        self._stack.enter_context(mock.patch.object(owner, name, value))
 
     def inputs(self, is_nan=False, unused=()):
         inputs = [torch.randn(shape, generator=self._generator) for shape in self.shapes]
@@ -167,3 +172,157 @@ def test_hook_with_an_operator_of_pytorch_is_not_replayed():
         run.step()
     run.end()
     assert sum(run.replays[3:]) == 0
+
+
+# --- what may change between two steps
+
+
+class Scale:
+    """A gradient scaler."""
+
+    def __init__(self):
+        self.scale = 4.0
+
+    def get_scale(self):
+        return self.scale
+
+
+def assign_option(run):
+    run.state.wire = "int8"
+
+
+def modify_dictionary(run):
+    run.state.wires["weights.0"] = "int8"
+
+
+def set_step(run):
+    run.state.iter = 100
+
+
+def load(run):
+    if not hasattr(run, "saved"):
+        run.saved = run.state.state_dict()
+    else:
+        run.state.load_state_dict(run.saved)
+
+
+def assign_group(run):
+    run.state.process_group = dist.new_group(backend=register_backend())
+
+
+def observe(run):
+    run.state.observe(every=1)
+
+
+def follow_scaler(run):
+    if run.state.memory.scaler is None:
+        run.state.follow_scaler(Scale())
+    else:
+        run.state.memory.scaler.scale /= 2
+
+
+def sum_in_fp32(run):
+    run.state.accumulate = "fp32"
+
+
+def set_local_size(run):
+    run.state.local_size = 2
+
+
+def other_layout(run):
+    weight = run.ddp.module.weights[0]
+    weight.data = weight.data.contiguous(memory_format=torch.channels_last)
+
+
+def train_another(run):
+    if not hasattr(run, "other"):
+        other = run.other = WRAPPERS["gradwire"](Fed([(40, 50)]), process_group=run.group)
+        register(other, cast(lambda group: default_hooks.CastState(group))(run.group))
+    run.other(torch.ones(40, 50)).backward()
+
+
+def accumulate(run):
+    with run.ddp.no_sync():
+        run.ddp(*run.inputs()).backward()
+
+
+def capture(run):
+    """From now on, the current stream is captured in a CUDA graph."""
+    run.patch(torch.cuda, "is_current_stream_capturing", lambda: True)
+
+
+def fail(run):
+    """The third collective raises on rank 0; then all ranks go on."""
+    calls, before = [], GroupTransport.run
+
+    def failing(transport, collective):
+        calls.append(collective)
+        if len(calls) == 3 and dist.get_rank() == 0:
+            raise Fault("expected")
+        before(transport, collective)
+
+    called = run._replay.call_count
+    with mock.patch.object(GroupTransport, "run", failing), pytest.raises((Fault, RuntimeError)):
+        run.step()
+    assert len(calls) == 3, "no collectives after the first failure"
+    assert run._replay.call_count - called == 2 * run.with_replays
+    run.ddp.resynchronize()
+
+
+def nothing(run):
+    pass
+
+
+# The hook, what happens before each of the steps from the fifth on, the replays in them, and options of `Run`.
+STATE = cast(default_hooks.CastState)
+BF16 = int4(error_dtype=torch.bfloat16)
+CHANGES = {
+    "option": (int4(), [assign_option], [0, 0, 1], {}),
+    "dictionary in place": (int4(wires={"weights.1": "int8"}), [modify_dictionary], [0, 0, 1], {}),
+    "step number": (BF16, [set_step], [0, 0, 1], {}),
+    "checkpoint": (int4(), [load, load], [1, 0, 0, 1], {}),
+    "process group": (int4(), [assign_group], [0, 0, 1], {"wrapper": "pytorch"}),
+    "telemetry": (STATE, [observe, lambda run: run.state.stop_observing()], [0, 0, 0, 1], {}),
+    "scaler": (int4(), [follow_scaler] * 3, [1, 1, 1], {}),
+    "first compressed step": (int4(start_iter=4), [], [0, 0, 1], {}),
+    "accumulate": (STATE, [sum_in_fp32], [0, 0, 0], {}),
+    "local size": (STATE, [set_local_size], [0, 0, 1], {}),
+    "memory format": (int4(), [other_layout], [0, 0, 1], {"wrapper": "pytorch", "shapes": [(4, 3, 2, 2), (5,)]}),
+    "another model": (int4(), [train_another] * 3, [1, 1, 1], {}),
+    "accumulation": (int4(), [accumulate] * 2, [1, 1], {}),
+    "capture": (STATE, [capture], [0, 0], {}),
+    "failure": (int4(), [fail], [0, 0, 0, 2], {"cap": TWO_BUCKETS}),
+    "skipped bucket": (STATE, [nothing], [0, 1, 2, 2], {"cap": TWO_BUCKETS, "find_unused_parameters": True}),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@on_ranks(2)
+def test_change_between_two_steps_has_the_effect_that_it_has_without_replays(change):
+    hook, actions, expected, options = CHANGES[change]
+    outcomes = []
+    for replays in (False, True):
+        run = Run(hook, replays, **options)
+        for _ in range(4):
+            run.step()
+        assert run.replays[-1] == replays * len(run.ddp.reducer.buckets if "wrapper" not in options else [0])
+        for step in range(len(expected)):
+            for action in actions[step : step + 1]:
+                action(run)
+            run.step(unused=(0, 1) if change == "skipped bucket" and step == 0 else ())
+        assert run.replays[4:] == [n * replays for n in expected], run.replays
+        outcomes.append(run.end())
+    assert_same_bits(*outcomes)
+
+
+@on_ranks(2)
+def test_ranks_without_inputs_change_the_divisor():
+    outcomes = []
+    for replays in (False, True):
+        run = Run(None, replays)
+        with run.ddp.join():
+            for _ in range(5 if dist.get_rank() == 0 else 3):
+                run.step()
+        assert run.replays[3:] in ([], [0, 0])
+        outcomes.append(run.end())
+    assert_same_bits(*outcomes)
