@@ -81,7 +81,8 @@ class Plans:
         entry.n_steps += 1
         if entry.n_steps <= WARM_UP_STEPS or entry.plan is not None:
             return None
-        entry.plan = Plan(Recording, executor.place, partial(entry.refresh, work, number))
+        gradients = [*work.source.tensors, *work.target.tensors]
+        entry.plan = Plan(Recording, executor.place, gradients, partial(entry.refresh, work, number))
         return entry.plan
 
     def replay(self, bucket: Bucket, connections: Connections, number: int | None = None) -> Result | Handle | None:
@@ -104,12 +105,14 @@ class Plans:
         work = bucket.work(entry.tables, None if entry.memory is None else entry.memory.layout)
         if work.source.table is not entry.token[3] or work.target.table is not entry.token[4]:
             return None
+        assert entry.plan is not None
+        if not entry.plan.fits(work.source.tensors, work.target.tensors):
+            return None
         if entry.guard is not None and not entry.guard(*bucket.parameters()):
             return None
         if not is_in_hook:
             settings.begin_bucket(bucket.position)
         settings.count_bucket(bucket, entry.memory)
-        assert entry.plan is not None
         flight = executor.replay(entry.plan, work.result, partial(entry.refresh, work, number), is_in_hook)
         if bucket.is_final:
             executor.finish()
