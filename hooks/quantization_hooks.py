@@ -152,8 +152,8 @@ class QuantizationState(HookState):
         start_iter: steps of plain all-reduce before the first quantized step. The default suffices
             for most models.
         exempt: `fnmatch` patterns of parameters to send in 16 bits, or in a ``wire`` of 16 or 32; by default
-            ``("*.bias", "*norm*")``. Parameters with fewer than two dimensions are, too, unless a pattern in ``wires``
-            matches: they are small and sensitive to rounding.
+            ``("*.bias", "*norm*")``. Parameters with fewer than two dimensions are also exempt, unless a
+            pattern in ``wires`` matches them: they are small and sensitive to rounding.
         wires: wire format by name pattern, instead of ``wire``. The first match wins, and takes
             precedence over ``exempt``. For layers that need more accuracy than others, such as
             ``{"*.embedding.weight": "int8", "head.*": "bf16"}``. "fp32" sends a parameter
