@@ -585,7 +585,7 @@ class Reducer:
         check_pairing(state, hook)
         state = in_group(state, hook, self.exchange.process_group)
         take_back = state.memory.take_back if isinstance(state, HookState) else None
-        can_replay = is_zero_copy(hook) and hook.__module__.startswith("gradwire.")
+        can_replay = is_zero_copy(hook) and (hook.__module__ or "").startswith("gradwire.")
         self.hook = BucketHook(hook, state, is_zero_copy(hook), True, not is_gradwire_hook(hook), can_replay, take_back)
         self.exchange.has_hook = True
         if self.hook.has_groups and isinstance(state, HookState):
