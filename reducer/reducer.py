@@ -587,7 +587,7 @@ class Reducer:
         check_pairing(state, hook)
         state = in_group(state, hook, self.exchange.process_group)
         take_back = state.memory.take_back if isinstance(state, HookState) else None
-        is_own = is_zero_copy(hook) and hook.__module__.startswith("gradwire.")
+        is_own = is_zero_copy(hook) and (hook.__module__ or "").startswith("gradwire.")
         self.hook = BucketHook(hook, state, is_zero_copy(hook), True, not is_gradwire_hook(hook), is_own, take_back)
         self.exchange.has_hook = True
         if self.hook.has_groups and isinstance(state, HookState):
