@@ -216,7 +216,7 @@ class StreamExecutor(Executor):
 
 
 class Handle:
-    """What a `Result` is to a submitted task, for a replayed one that gradwire's reducer waits for: it takes no future.
+    """A lightweight `Result` of a replayed task, for gradwire's reducer: the same `done` and `wait`, but no future.
 
     Attributes:
         plan, part: the plan, until it is enqueued to its end, and the next part.

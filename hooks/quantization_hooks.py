@@ -139,11 +139,9 @@ class QuantizationState(HookState):
 
     Args:
         process_group: the ranks to average over; None for the model's.
-        wire: wire format of the gradients. Start with "int4": 7.5 times fewer bytes than fp32. "int8"
-            affects accuracy least. "int2" and "sign" send about a half and a third of int4's bytes,
-            but take more steps. "fp8_e4m3" has the size of int8; it represents small elements of a
-            block more precisely, and large ones less. "bf16" and "fp16" halve the bytes and sum in
-            fp32.
+        wire: wire format of the gradients, one of the table in docs/quantization.md. Start with "int4":
+            7.5 times fewer bytes than fp32. "int8" affects accuracy least. Formats of fewer bits than
+            int4 take more steps. "bf16" and "fp16" halve the bytes and sum in fp32.
         block_size: elements that share a scale, a power of two from 32 to 1024. Smaller blocks are
             more accurate but send more scales of 2 bytes each: 64 adds 0.25 bits per element. 256 is
             enough for int8.
@@ -152,8 +150,8 @@ class QuantizationState(HookState):
         start_iter: steps of plain all-reduce before the first quantized step. The default suffices
             for most models.
         exempt: `fnmatch` patterns of parameters to send in 16 bits, or in a ``wire`` of 16 or 32; by default
-            ``("*.bias", "*norm*")``. Parameters with fewer than two dimensions are, too, unless a pattern in ``wires``
-            matches: they are small and sensitive to rounding.
+            ``("*.bias", "*norm*")``. Parameters with fewer than two dimensions are also exempt, unless a
+            pattern in ``wires`` matches them: they are small and sensitive to rounding.
         wires: wire format by name pattern, instead of ``wire``. The first match wins, and takes
             precedence over ``exempt``. For layers that need more accuracy than others, such as
             ``{"*.embedding.weight": "int8", "head.*": "bf16"}``. "fp32" sends a parameter

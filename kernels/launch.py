@@ -3,8 +3,9 @@
 A launch through Triton costs the host 10 to 30 us: it looks up the compiled kernel by the types of its arguments. A
 bound launch holds the compiled kernel, its stream, its numbers and its addresses, and costs one call into C.
 
-While a `Recording` is entered, every launch of this thread also becomes a bound launch. All other work on a device must
-be missing from a recorded algorithm: the recording notes PyTorch's operators, except those that only allocate or view.
+While a `Recording` is entered, every launch of this thread also becomes a bound launch. A recorded algorithm must do no
+other work on the device: the recording notes any operator of PyTorch that does not only allocate or view, and the
+step is then not replayed.
 """
 
 from __future__ import annotations
@@ -91,24 +92,30 @@ def bound(compiled: Any, stream: int, grid: Sequence[int], values: Sequence[Any]
 
 
 class Kernel:
-    """A Triton kernel: ``kernel[grid](name=value, ...)`` launches it, and records the launch in a `Recording`."""
+    """A Triton kernel: ``kernel[grid](name=value, ...)`` launches it, and records the launch in a `Recording`.
+
+    Attributes:
+        jitted: what `triton.jit` returned.
+    """
 
     def __init__(self, jitted: Any) -> None:
-        self._jitted = jitted
+        self.jitted = jitted
         parameters = inspect.signature(jitted.fn).parameters.values()
         self._defaults = {each.name: each.default for each in parameters}
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._jitted, name)
+        if name == "jitted":  # not set yet: the object is being copied
+            raise AttributeError(name)
+        return getattr(self.jitted, name)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
         if _thread.recording is None:
-            return self._jitted[grid]  # type: ignore[no-any-return]
+            return self.jitted[grid]  # type: ignore[no-any-return]
         return partial(self._record, _thread.recording, grid)
 
     def _record(self, recording: Recording, grid: tuple[int, ...], **arguments: Any) -> None:
         with _disable_current_modes():  # Triton's interpreter copies tensors
-            compiled = self._jitted[grid](**arguments)
+            compiled = self.jitted[grid](**arguments)
         values = [arguments.get(name, default) for name, default in self._defaults.items()]
         recording.kept += [value for value in values if isinstance(value, Tensor)]
         if hasattr(compiled, "packed_metadata"):
@@ -116,4 +123,4 @@ class Kernel:
             numbers = [value.data_ptr() if isinstance(value, Tensor) else value for value in values]
             recording.calls.append(bound(compiled, recording.stream, (*grid, 1, 1)[:3], numbers))
         else:  # Triton's interpreter, or an unknown Triton: a launch as before, in the current stream
-            recording.calls.append(partial(self._jitted[grid], **arguments))
+            recording.calls.append(partial(self.jitted[grid], **arguments))

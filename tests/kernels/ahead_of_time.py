@@ -66,7 +66,7 @@ def recorded_launches(call):
                 if name == "use_triton":
                     stack.enter_context(patch.object(module, name, lambda device: True))
                 elif name.startswith("_") and name.endswith("_kernel"):
-                    recorder = _Recorder(name.removeprefix("_").removesuffix("_kernel"), value, launches)
+                    recorder = _Recorder(name.removeprefix("_").removesuffix("_kernel"), value.jitted, launches)
                     stack.enter_context(patch.object(module, name, recorder))
         call()
     return launches
