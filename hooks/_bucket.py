@@ -231,8 +231,9 @@ def replayed(
 ) -> Future[torch.Tensor] | None:
     """The future of a bucket whose recorded step is repeated; None if there is none that fits: see `reduce_bucket`."""
     plans = bucket.plans or (settings._plans.get(bucket.first) if settings._plans.data else None)
-    future: Any = None if plans is None or bucket.is_sparse else plans.replay(bucket, connections, number)
-    return cast("Future[torch.Tensor] | None", future)
+    if plans is None or plans.settings is not settings or bucket.is_sparse:
+        return None  # a user's hook may call several of gradwire's
+    return cast("Future[torch.Tensor] | None", plans.replay(bucket, connections, number))
 
 
 def all_reduce_on_cpu(connections: Connections, bucket: Bucket) -> Future[torch.Tensor]:

@@ -57,10 +57,14 @@ class Settings(Protocol):
 
 
 class Plans:
-    """The recorded steps of one bucket, by variant, place and divisor."""
+    """The recorded steps of one bucket, by variant, place and divisor.
+
+    Attributes:
+        settings: those of the hook that has taken the latest step in full; None before the first.
+    """
 
     def __init__(self) -> None:
-        self._settings: Settings | None = None
+        self.settings: Settings | None = None
         self._entries: dict[Hashable, _Entry] = {}
 
     def to_record(
@@ -89,7 +93,7 @@ class Plans:
         can_replay = memory is None or (isinstance(memory, BucketMemory) and memory.can_replay)
         if not can_replay or torch.cuda.is_current_stream_capturing():
             return None
-        self._settings = settings
+        self.settings = settings
         key = (settings._variant(number), executor.place, bucket.divisor)
         agreement = settings.handshake.agreement(group, settings.hook_name)
         token = _Token(executor, agreement and agreement.token, memory, work.source.table, work.target.table)
@@ -113,7 +117,7 @@ class Plans:
             connections: those to the ranks of the bucket.
             number: number of the step, for a hook that has begun it and returns a future; None for the reducer.
         """
-        settings, executor = self._settings, connections.existing_executor(bucket.device)
+        settings, executor = self.settings, connections.existing_executor(bucket.device)
         if settings is None or settings.telemetry is not None or not isinstance(executor, StreamExecutor):
             return None
         is_in_hook = number is not None
