@@ -14,12 +14,14 @@ Addresses and the number of the step may change: they lie in device memory, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import weakref
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from gradwire.comm import Connections
 from gradwire.comm.plan import Plan
@@ -100,8 +102,8 @@ class Plans:
         entry = self._entries.get(key)
         if entry is None or entry.token != token:
             entry = self._entries[key] = _Entry(token, agreement, tables)
-            if bucket.plans is None and memory is not None:  # the layouts of parameters in PyTorch's DDP may change
-                entry.guard = layout_guard(bucket.parameters())
+            if bucket.plans is None and memory is not None:
+                entry.watch(bucket.parameters())
         entry.n_steps += 1
         if entry.n_steps <= WARM_UP_STEPS or entry.plan is not None:
             return None
@@ -126,13 +128,13 @@ class Plans:
         entry = self._entries.get((settings._variant(number), executor.place, bucket.divisor))
         if entry is None or not entry.stands(settings, executor) or torch.cuda.is_current_stream_capturing():
             return None
+        if entry.parameters is not None and not entry.has_parameters(bucket.parameters()):
+            return None
         work = bucket.work(entry.tables, None if entry.token.memory is None else entry.token.memory.layout)
         if work.source.table is not entry.token.source or work.target.table is not entry.token.target:
             return None
         assert entry.plan is not None
         if not entry.plan.fits(work.source.tensors, work.target.tensors):
-            return None
-        if entry.guard is not None and not entry.guard(*bucket.parameters()):
             return None
         if not is_in_hook:
             settings._begin_bucket(bucket.position)
@@ -167,11 +169,26 @@ class _Entry:
         self._agreement = agreement
         self.n_steps = 0  # since the token is this one
         self.plan: Plan | None = None
-        self.guard: Callable[..., bool] | None = None  # whether the parameters have the layouts of the plan
+        self.parameters: list[weakref.ref[Tensor]] | None = None  # on PyTorch's DDP, with memory
+        self._guard: Callable[..., bool] | None = None  # whether they have the layouts of the plan
+
+    def watch(self, parameters: Sequence[Tensor]) -> None:
+        """Serve only these parameters in these layouts: in PyTorch's DDP, both may change."""
+        self.parameters, self._guard = list(map(weakref.ref, parameters)), layout_guard(parameters)
+
+    def has_parameters(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether a bucket has the parameters and layouts of `watch`."""
+        assert self.parameters is not None and self._guard is not None
+        is_same = len(self.parameters) == len(parameters)
+        is_same = is_same and all(known() is each for known, each in zip(self.parameters, parameters, strict=True))
+        return is_same and self._guard(*parameters)
 
     def stands(self, settings: Settings, executor: StreamExecutor) -> bool:
         """Whether the plan is complete, and nothing has changed since it was recorded."""
+        memory = self.token.memory
         if self.plan is None or not self.plan.is_complete or self.token.executor is not executor:
+            return False
+        if memory is not None and memory.is_retired:
             return False
         agreement = self._agreement
         return agreement is None or (

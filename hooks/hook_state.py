@@ -36,7 +36,7 @@ from gradwire.comm import (
 )
 from gradwire.comm.store_collectives import RanksMissing, named_barrier
 from gradwire.comm.torch_internals import default_group, is_initialized_group
-from gradwire.compress import Gradients, Step, cast_all_reduce
+from gradwire.compress import Gradients, Step, cast_all_reduce, is_repeatable
 from gradwire.compress._validation import (
     MAX_COUNT,
     check_count,
@@ -402,7 +402,7 @@ class HookState(HookSettings):
         self._begin_bucket(bucket.position)
         names = bucket.names or self.names.in_bucket(bucket, self._needs_names)
         connections = self.handshake.agree(self, bucket, self._process_group, names)
-        if (future := replayed(self, bucket, connections, self._iter)) is not None:
+        if is_repeatable(algorithm) and (future := replayed(self, bucket, connections, self._iter)) is not None:
             return future
         if not self._patterns_match:
             self.names.note(names, bucket)

@@ -23,6 +23,7 @@ from gradwire.compress import (
     alternating_all_reduce,
     flat_low_rank_bucket,
     powersgd_all_reduce,
+    repeatable,
 )
 from gradwire.compress._validation import (
     MAX_COUNT,
@@ -458,6 +459,7 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.fut
     return state.run(bucket, partial(_powersgd, state.options))
 
 
+@repeatable
 def _powersgd(options: PowerSGDOptions, step: Step) -> Algorithm[None]:
     if options.alternating:
         return alternating_all_reduce(step)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
+from torch.utils.weak import WeakIdKeyDictionary
 
 from gradwire.comm import Algorithm, Executor, Transport
 from gradwire.compress import (
@@ -22,6 +23,7 @@ from gradwire.compress import (
     WirePolicy,
     quantized_all_reduce,
     quantized_all_reduce_on_nodes,
+    repeatable,
 )
 from gradwire.compress._validation import check_flag, check_keywords, check_whole_number
 from gradwire.compress.policy import DEFAULT_EXEMPT
@@ -261,6 +263,7 @@ def quantization_hook(state: QuantizationState, bucket: GradBucket) -> torch.fut
     return state.run(bucket, _quantized)
 
 
+@repeatable
 def _quantized(step: Step) -> Algorithm[None]:
     return algorithm_of(step.memory)(step)
 
@@ -313,7 +316,8 @@ def quantization_perchannel_hook(
 
 
 # Layouts of buckets, kept from step to step.
-_buckets_of: weakref.WeakKeyDictionary[Executor, dict[object, AnyBucket]] = weakref.WeakKeyDictionary()
+# By executor and first parameter: tables of addresses must not be shared by two buckets in flight.
+_buckets_of: weakref.WeakKeyDictionary[Executor, WeakIdKeyDictionary] = weakref.WeakKeyDictionary()
 
 
 def quantized_reduction(
@@ -347,11 +351,13 @@ def quantized_reduction(
 def _quantized_bucket(
     executor: Executor, bucket: Bucket, wire: str, block_size: int, local_size: int | str
 ) -> AnyBucket:
-    buckets, transport = _buckets_of.setdefault(executor, {}), executor.transport
+    buckets = _buckets_of.setdefault(executor, WeakIdKeyDictionary()).setdefault(bucket.first, {})
+    transport = executor.transport
     n_local = ranks_on_node(local_size, transport)
     key = (wire, block_size, n_local, bucket.dtype, *bucket.layouts)
     if key not in buckets:
         formats = [WIRE_FORMATS[wire]] * len(bucket.layouts)
         options = Quantization(block_size=block_size, error_dtype=None, local_size=n_local)
         buckets[key] = bucket_kind(options)(bucket.real_layouts(), formats, transport, options)
-    return buckets[key]
+    found: AnyBucket = buckets[key]
+    return found

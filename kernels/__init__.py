@@ -32,7 +32,7 @@ from gradwire.kernels.counter_random import random_key, uniform
 from gradwire.kernels.delayed_scaling import MAX_EXPONENT, bound_update_scale, update_scale_reference
 from gradwire.kernels.dispatch import use_triton
 from gradwire.kernels.flatten import flatten, flatten_reference, unflatten, unflatten_reference
-from gradwire.kernels.launch import Recording
+from gradwire.kernels.launch import Recording, is_recording
 from gradwire.kernels.layouts import (
     WIRE_DTYPES,
     as_real,
@@ -124,6 +124,7 @@ __all__ = [
     "flatten_reference",
     "gradient_layout",
     "is_capturing",
+    "is_recording",
     "layout_guard",
     "layout_in_dtype",
     "memory_order",
