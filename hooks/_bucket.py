@@ -20,13 +20,12 @@ from gradwire.comm import Algorithm, Connections, Task, Transport, Workspace
 from gradwire.comm.stream_executor import StreamExecutor
 from gradwire.compress import Gradients, Step, sparse_all_reduce
 from gradwire.compress.memory import BucketMemory
-from gradwire.hooks._plans import Plans
+from gradwire.hooks._plans import Plans, Settings
 from gradwire.kernels import SegmentTable, as_real, gradient_layout, is_capturing, layout_in_dtype
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket as GradBucket
 
-    from gradwire.hooks.hook_state import HookSettings
 else:  # PyTorch compares the annotation of a hook with this class
     from torch.distributed import GradBucket
 
@@ -171,7 +170,7 @@ def reduce_bucket(
     connections: Connections,
     bucket: Bucket,
     algorithm: Callable[[Step], Algorithm[None]],
-    settings: "HookSettings",
+    settings: Settings,
     *,
     memory: Any = None,
     iteration: int = 0,
@@ -217,7 +216,7 @@ def reduce_bucket(
     log = functools.partial(logger.exception, FAILED, name, position) if isinstance(bucket, TorchBucket) else None
     task = Task(begin, f"gradwire::{name}, bucket {position}", result, log)
     if isinstance(executor, StreamExecutor) and work is not None and telemetry is None:
-        plans = bucket.plans or settings.plans.setdefault(bucket.first, Plans())
+        plans = bucket.plans or settings._plans.setdefault(bucket.first, Plans())
         plan = plans.to_record(bucket, settings, executor, connections.group, tables, work, memory, iteration)
         future = executor.submit(task, plan)
     else:
@@ -228,10 +227,10 @@ def reduce_bucket(
 
 
 def replayed(
-    settings: "HookSettings", bucket: Bucket, connections: Connections, number: int = 0
+    settings: Settings, bucket: Bucket, connections: Connections, number: int = 0
 ) -> Future[torch.Tensor] | None:
     """The future of a bucket whose recorded step is repeated; None if there is none that fits: see `reduce_bucket`."""
-    plans = bucket.plans or (settings.plans.get(bucket.first) if settings.plans.data else None)
+    plans = bucket.plans or (settings._plans.get(bucket.first) if settings._plans.data else None)
     if plans is None or plans.settings is not settings or bucket.is_sparse:
         return None  # a user's hook may call several of gradwire's
     return cast("Future[torch.Tensor] | None", plans.replay(bucket, connections, number))
