@@ -204,6 +204,7 @@ def replay_steps(device, missing=None, fails_at=None, takes_future=False):
     """
     executor = StreamExecutor(StreamTransport(device), CPU)
     roles, join, plans, run = roles_of(executor), Stream.wait_event, [], executor.transport.run
+    calls = []
     buffers, gradients = [torch.ones(8) for _ in range(2)], [torch.ones(8) for _ in range(N_BUCKETS)]
 
     def forgetful(stream, event):
@@ -211,7 +212,8 @@ def replay_steps(device, missing=None, fails_at=None, takes_future=False):
             join(stream, event)
 
     def failing(collective):
-        if len(device.collectives) == fails_at:
+        calls.append(collective)
+        if len(calls) - 1 == fails_at:
             raise ValueError("expected")
         run(collective)
 
@@ -271,7 +273,7 @@ def test_failed_collective_of_a_replay_fails_the_tasks_in_flight(fails_at, outco
         executor, seen = replay_steps(device, fails_at=fails_at)
     assert seen == outcomes
     assert executor.has_failed
-    assert len(device.collectives) == fails_at
+    assert len(device.collectives) == fails_at, "none after the failure"
 
 
 def noted(executor, events, name, fails_at=None):

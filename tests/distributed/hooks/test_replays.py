@@ -233,7 +233,10 @@ def switch(run):
 
 
 def switch_group(run):
-    run.state["group"] = dist.new_group(backend=register_backend())
+    """Take the other of two process groups."""
+    if not hasattr(run, "groups"):
+        run.groups = [run.group, dist.new_group(backend=register_backend())]
+    run.state["group"] = next(group for group in run.groups if group is not run.state["group"])
 
 
 def keep_views(run):
@@ -296,6 +299,7 @@ def nothing(run):
 STATE = cast(default_hooks.CastState)
 BF16 = int4(error_dtype=torch.bfloat16)
 SKIPS = {"cap": TWO_BUCKETS, "find_unused_parameters": True, "skip_all_reduce_unused_params": True}
+TWO_GROUPS = [switch_group, switch_group, nothing, nothing, switch_group]
 CHANGES = {
     "option": (int4(), [assign_option], [0, 0, 1], {}),
     "dictionary in place": (int4(wires={"weights.1": "int8"}), [modify_dictionary], [0, 0, 1], {}),
@@ -306,7 +310,7 @@ CHANGES = {
     "scaler": (int4(), [follow_scaler] * 3, [1, 1, 1], {}),
     "first compressed step": (int4(start_iter=4), [], [0, 0, 1], {}),
     "another hook": (switching, [switch], [0, 0, 1], {}),
-    "another hook's group": (switching, [switch_group], [0, 0, 1], {"wrapper": "pytorch"}),
+    "another hook's group": (switching, TWO_GROUPS, [0, 0, 0, 1, 0], {"wrapper": "pytorch"}),
     "gradients that stay views": (STATE, [keep_views], [0, 0, 1], {"gradient_as_bucket_view": True}),
     "accumulate": (STATE, [sum_in_fp32], [0, 0, 1], {}),
     "local size": (STATE, [set_local_size], [0, 0, 1], {}),
