@@ -14,12 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from gradwire.kernels.counter_random import check_step
 from gradwire.kernels.dispatch import use_triton
 from gradwire.kernels.layouts import compute_dtype, next_power_of_2
 from gradwire.kernels.segment_table import CPU_BLOCK_NUMEL, SegmentTable
@@ -84,7 +83,6 @@ class FactorLayout:
         offsets: where each factor begins.
         numel: the number of elements of the buffer.
         has_gaps: whether there are elements between the factors. On the wire, they are zeros.
-        plans: arguments that launches have in common, built once.
     """
 
     def __init__(self, ranks: Sequence[int], lengths: Sequence[int]) -> None:
@@ -97,7 +95,6 @@ class FactorLayout:
         self.numel = sum(padded)
         self.has_gaps = padded != self.sizes
         self.on_device = ProgramTables()
-        self.plans: dict[object, Any] = {}
         self._views: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         self._earlier_views: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         self._lookups = 0
@@ -128,13 +125,6 @@ class FactorLayout:
             self._earlier_views, self._views = self._views, {}
         return views
 
-    def check(self, buffer: Tensor, name: str) -> None:
-        """Raise ValueError unless ``buffer`` is a flat buffer of this layout."""
-        if buffer.dim() != 1 or buffer.numel() != self.numel or not buffer.is_contiguous():
-            raise ValueError(
-                f"{name} has shape {tuple(buffer.shape)}; expected a contiguous 1-D tensor of {self.numel} elements."
-            )
-
 
 class MatrixTable:
     """The layout of a bucket's matrices and of their factors.
@@ -155,7 +145,6 @@ class MatrixTable:
         keys: keys of the matrices' random columns.
         block_rows: rows of each matrix that the CPU paths handle at once: as many as stay in cache.
         fits_triton: False for fp64, ranks above `MAX_RANK`, and rows of more than `MAX_COLUMNS` elements.
-        plans: arguments that launches have in common, built once.
 
     Raises:
         ValueError: there are no matrices, a matrix is empty, or a rank is not in 1 ... min(rows, columns).
@@ -184,7 +173,6 @@ class MatrixTable:
         self.keys = [matrix.key for matrix in matrices]
         self.block_rows = [max(1, min(matrix.rows, CPU_BLOCK_NUMEL // matrix.columns)) for matrix in matrices]
         self.on_device = ProgramTables()
-        self.plans: dict[object, Any] = {}
         self._uploaded: Upload | None = None
         is_in_range = self.largest_rank <= MAX_RANK and max(self.q.lengths) <= MAX_COLUMNS
         self.fits_triton = is_in_range and self.compute == torch.float32
@@ -340,35 +328,3 @@ class Operands:
         """The addresses of source, target and error memory: [3, matrices]."""
         # Without error feedback nothing is read at the third address, but the kernels test its alignment.
         return [each.data_ptr() for part in (self.source, self.target, self.error or self.target) for each in part]
-
-    def check(self, p: Tensor, q: Tensor) -> None:
-        """Raise ValueError unless matrices and packed factors fit the table."""
-        if self.keep and (self.error is None or self.table.dtype != self.table.compute):
-            raise ValueError(
-                f"M can be kept only with error feedback and in {self.table.compute}, not in {self.table.dtype}."
-            )
-        target = None if self.target is self.source else self.target
-        lists = ((self.source, self.table.dtype), (target, self.table.dtype), (self.error, self.table.compute))
-        for tensors, dtype in lists:
-            if tensors is None:
-                continue
-            if len(tensors) != len(self.table):
-                raise ValueError(f"Got {len(tensors)} matrices for a table of {len(self.table)}.")
-            for i, (tensor, matrix) in enumerate(zip(tensors, self.table.matrices, strict=True)):
-                shape = (matrix.rows, matrix.columns)
-                if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous():
-                    raise ValueError(
-                        f"Matrix {i} is {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()}; expected "
-                        f"a contiguous {dtype} {shape}."
-                    )
-        if (others := self.uncompressed) is not None:
-            others.table.check_wire(others.wire)
-            if others.wire.dtype != others.table.dtype:
-                raise ValueError(f"The wire is {others.wire.dtype}; expected {others.table.dtype}, as the gradients.")
-            others.table.check_tensors(others.source)
-            others.table.check_tensors(others.target)
-        if self.renewal is not None:
-            self.renewal.layout.check(self.renewal.following, "following")
-            check_step(self.renewal.step, "step", self.table.device)
-        self.table.p.check(p, "p")
-        self.table.q.check(q, "q")

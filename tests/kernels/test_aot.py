@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 import torch
 
-from gradwire.kernels import bound_update_scale, flatten, unflatten
+from gradwire.kernels import bound_update_scale
 from tests.kernels.ahead_of_time import (
     BF16,
     FP16,
@@ -20,6 +20,7 @@ from tests.kernels.ahead_of_time import (
     launches_and_targets,
     recorded,
 )
+from tests.kernels.calls import flatten, unflatten
 from tests.kernels.cases import REALS, name
 
 # The largest number of registers that a thread may take (on gfx942: of vector registers). 64 lets four programs of

@@ -15,20 +15,16 @@ from gradwire.kernels import (
     BlockTable,
     MessageLayout,
     Rounding,
-    commit_errors,
     commit_errors_reference,
-    dequantize,
     dequantize_reference,
-    quantize,
     quantize_cpu,
     quantize_reference,
-    reduce_quantized,
     reduce_quantized_reference,
-    sum_quantized,
     sum_quantized_reference,
 )
 from gradwire.kernels import block_table as block_table_module
 from gradwire.kernels.wire_formats import Floats, Integers, OddIntegers
+from tests.kernels.calls import commit_errors, dequantize, quantize, reduce_quantized, sum_quantized
 from tests.kernels.cases import INTERPRETED, PROPERTY, Layout, layouts, name, values
 from tests.kernels.exact import Guarded, assert_same_bits
 
@@ -255,7 +251,9 @@ def exchanges(draw, wire, dtype):
     return Exchange(
         wire=wire,
         block_size=draw(st.sampled_from((32, 64, 64, 128, 256, 1024))),
-        layouts=tuple(draw(st.lists(layouts(), min_size=1, max_size=5))),
+        layouts=tuple(
+            draw(st.lists(layouts(), min_size=1, max_size=5).filter(lambda each: any(i.numel for i in each)))
+        ),
         dtype=dtype,
         world_size=draw(st.sampled_from((1, 2, 3, 5))),
         pieces=draw(st.sampled_from((1, 2))),
@@ -412,16 +410,8 @@ def test_more_cells_than_blocks_leaves_shards_empty(world_size, pieces, device):
     assert with_errors.sum() <= 3, "no block, no error"
 
 
-def test_section_without_elements_does_nothing(device):
-    table = BlockTable([torch.empty(0, 3, device=device)], 64, [1])
-    layout = MessageLayout([(WIRE_FORMATS["int4"], table)], 2)
-    (section,) = layout.sections
-    assert layout.cell_bytes == 16
-    message = torch.zeros(layout.message_shape, dtype=torch.uint8, device=device)
-    none = torch.empty(0, device=device)
-    quantize([torch.empty(0, 3, device=device)], section, message, scale=1.0, errors=none, pending=none)
-    reduce_quantized(message, section, message[:, 0].contiguous(), rank=1, errors=none, pending=none)
-    dequantize(message, section, [torch.empty(0, 3, device=device)])
+def test_commit_of_no_errors_does_nothing(device):
+    message, none = torch.zeros(1, 2, 16, dtype=torch.uint8, device=device), torch.empty(0, device=device)
     commit_errors(message, none, none)
     assert not message.any()
 
@@ -537,6 +527,24 @@ def test_non_finite_element_flags_the_step_on_all_ranks(wire, bad, device):
     assert not result[517].isfinite()
     assert result[:512].isfinite().all()
     assert result[576:].isfinite().all()
+
+
+def test_random_numbers_are_repeatable_and_depend_on_step_salt_and_key():
+    tensor = [torch.randn(6400)]
+
+    def errors_of(key=1, step=0, salt=0):
+        table = BlockTable(tensor, 64, [key])
+        layout = MessageLayout([(WIRE_FORMATS["int4"], table)], 1)
+        message = torch.zeros(layout.message_shape, dtype=torch.uint8)
+        errors, pending = torch.zeros(2, table.numel, dtype=torch.bfloat16)
+        rounding = Rounding(torch.tensor([step]), salt)
+        quantize(tensor, layout.sections[0], message, scale=1.0, errors=errors, pending=pending, rounding=rounding)
+        return pending
+
+    first = errors_of()
+    assert torch.equal(errors_of(), first)
+    for other in (errors_of(key=2), errors_of(step=1), errors_of(salt=1)):
+        assert not torch.equal(other, first)
 
 
 @pytest.mark.parametrize("cell", range(4))
