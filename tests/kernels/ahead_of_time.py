@@ -46,7 +46,7 @@ class _Recorder:
     """Stands in for a kernel."""
 
     def __init__(self, name, kernel, launches):
-        self.name, self.kernel, self.launches = name, kernel, launches
+        self.name, self.kernel, self.launches = name, kernel._jitted, launches
 
     def __getitem__(self, grid):
         return lambda **arguments: self.launches.append(Launch(self.name, self.kernel, arguments))

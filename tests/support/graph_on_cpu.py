@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial, wraps
+from importlib import import_module
 from typing import Any
 from unittest import mock
 from weakref import WeakSet
@@ -26,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from gradwire.comm import Workspace
 from gradwire.compress import powersgd, quantization
-from gradwire.kernels import Operands, SegmentTable, flatten, lowrank, orthogonalize, quantize, uploads
+from gradwire.kernels import Operands, SegmentTable, lowrank, uploads
 from gradwire.kernels.dispatch import is_interpreted
 
 Kernel = Callable[..., None]
@@ -246,6 +247,10 @@ def is_capturing(*_: object) -> bool:
 def graphs_on_cpu() -> Iterator[type[GraphOnCpu]]:
     """A context in which ``torch.cuda.CUDAGraph`` is `GraphOnCpu`, which it yields with its counts at 0."""
     GraphOnCpu.captures = GraphOnCpu.replays = 0
+    # Modules of these names are hidden in their package by the functions.
+    flatten, orthogonalize, quantize = (
+        import_module(f"gradwire.kernels.{name}") for name in ("flatten", "orthogonalize", "quantize")
+    )
     leaves: list[tuple[Any, str, Callable[[Any], Any]]] = [
         (lowrank, "project_cpu", _by_matrix_addresses),
         (lowrank, "backproject_cpu", _by_matrix_addresses),
