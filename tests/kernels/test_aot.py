@@ -1,6 +1,6 @@
 """Every kernel, compiled ahead of time for the GPUs it is meant for, must be vectorized and must not spill.
 
-What is compiled is what the public functions launch: their arguments are recorded, not written down again here.
+What is compiled is what the operations launch: their arguments are recorded, not written down again here.
 """
 
 from dataclasses import dataclass
@@ -52,7 +52,7 @@ REPRESENTATIVE = [(FP32, FP16)]
 
 @dataclass(frozen=True)
 class Launch:
-    """A call of a public function on a bucket that is aligned and has full chunks."""
+    """A call of an operation on a bucket that is aligned and has full chunks."""
 
     function: str
     gradient: torch.dtype = FP32
