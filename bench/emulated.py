@@ -66,9 +66,15 @@ def emulated_link(rate: Rate, ranks: int, device: torch.device) -> Iterator[None
         torch.cuda.current_stream(device).wait_stream(wire)
         return None
 
+    def start(self: transport.AllReduce, group: dist.ProcessGroup, is_async: bool = True) -> list[dist.Work]:
+        assert not is_async  # on a GPU, executors enqueue collectives on their own stream
+        for tensor in self.tensors:
+            all_reduce(tensor, self.op, group)
+        return []
+
     def shot(real: Callable[..., dist.Work | None]) -> Callable[..., None]:
         def launch(target: Tensor, source: Tensor, group: dist.ProcessGroup, *, is_async: bool, **options: Any) -> None:
-            assert not is_async  # on a GPU, executors enqueue shots on their own stream
+            assert not is_async
             work = real(target, source, group, is_async=False, **options)
             if work is not None:  # in a rehearsal, over gloo
                 work.wait()
@@ -79,6 +85,7 @@ def emulated_link(rate: Rate, ranks: int, device: torch.device) -> Iterator[None
 
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(dist, "all_reduce", all_reduce))
+        patches.enter_context(mock.patch.object(transport.AllReduce, "start", start))
         for name in ("all_to_all", "all_gather"):
             patches.enter_context(mock.patch.object(transport, name, shot(getattr(transport, name))))
         yield

@@ -10,6 +10,9 @@ long driver_calls, launches; /* all calls, and the launches of kernels among the
 CALL(cuLaunchKernelEx, const void *config, void *function, void **parameters, void **extra) launches++; END
 CALL(cuPointerGetAttribute, void *value, int attribute, size_t pointer) END
 CALL(cuCtxGetCurrent, void **context) *context = (void *)1; END
+CALL(cuCtxGetDevice, int *device) *device = 0; END
+CALL(cuStreamIsCapturing, void *stream, int *status) *status = 0; END
+CALL(cuModuleUnload, void *module) END
 CALL(cuDeviceGet, int *device, int ordinal) *device = ordinal; END
 CALL(cuDeviceGetAttribute, int *value, int attribute, int device) *value = 232448; END /* shared memory (B) of sm_90 */
 CALL(cuDevicePrimaryCtxRetain, void **context, int device) *context = (void *)1; END

@@ -85,7 +85,7 @@ class Connections:
         self._is_connecting = threading.Lock()
 
     def _begin(self, store: Store) -> int:
-        """Tell this rank's node, and return the generation."""
+        """Publish the name of this rank's node; returns the generation."""
         store.set(self._node_keys[self.group.rank()], node_name())
         return int(store.add(self._counters[self.group.rank()], 1))
 

@@ -31,24 +31,33 @@ class Plan:
     Args:
         record: records the launches in its context, given the handle of their stream.
         place: index of the workspace of the recorded step, whose buffer the plan uses.
+        gradients: the tensors that the recorded step reads and writes, whose addresses may differ in later steps.
         refresh: replaces the addresses and numbers in device memory that the recorded step reads.
 
     Attributes:
+        name: name of its profiler range.
         parts: bound launches up to each collective, and the collective; the last part has none.
         is_complete: whether all parts are recorded, and nothing of them is missing.
         operator: an operator of PyTorch for which the step cannot be replayed; None: there is none.
         begin, sent, done, ended: events of the latest replay: the gradients are ready; the kernels before a collective
-            have been enqueued; the collective; all kernels.
+            are enqueued; the collective; all kernels.
     """
 
+    name = "gradwire::replay"
+
     def __init__(
-        self, record: Callable[[int], AbstractContextManager[Recording]], place: int, refresh: Callable[[], None]
+        self,
+        record: Callable[[int], AbstractContextManager[Recording]],
+        place: int,
+        gradients: Sequence[Tensor],
+        refresh: Callable[[], None],
     ) -> None:
         self.place = place
         self.parts: list[tuple[Sequence[Callable[[], object]], Collective | None]] = []
         self.is_complete = False
         self.operator: str | None = None
-        self._record, self._refresh = record, refresh
+        self._record, self._refresh, self._gradients = record, refresh, gradients
+        self._addresses: list[int] | None = None  # of the gradients, if calls or collectives hold them
         self._kept: list[Tensor] = []  # whose addresses the calls hold
         self.begin, self.sent, self.done, self.ended = (torch.cuda.Event() for _ in range(4))
 
@@ -59,9 +68,17 @@ class Plan:
         with self._record(stream) as part:
             collective = driver.advance()
         self.parts.append((part.calls, collective))
-        self._kept += part.kept
+        self._kept += [*part.kept, *(() if collective is None else collective.memory)]
         self.operator = self.operator or part.operator
         if collective is None:
+            own = {tensor.untyped_storage().data_ptr() for tensor in self._gradients if tensor.numel() > 0}
+            if any(tensor.untyped_storage().data_ptr() in own for tensor in self._kept):
+                self._addresses = list(map(Tensor.data_ptr, self._gradients))
             self.is_complete = self.operator is None
-            del self._refresh  # it holds gradients
+            self._gradients = ()
+            del self._refresh  # it holds gradients, too
         return collective
+
+    def fits(self, source: Sequence[Tensor], target: Sequence[Tensor]) -> bool:
+        """Whether the plan serves a step on these tensors, in the layouts of the recorded ones."""
+        return self._addresses is None or self._addresses == list(map(Tensor.data_ptr, [*source, *target]))

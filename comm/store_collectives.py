@@ -42,7 +42,7 @@ NO_STORE = (
 OUT_OF_STEP = (
     "The ranks are out of step; {counts}. A rank has skipped a backward pass, or has made a forward or backward pass "
     "alone. This step would average gradients of different batches. Make the same forward and backward passes on every "
-    "rank; passes of one rank alone belong into torch.no_grad() or no_sync(), or use model.module."
+    "rank; run passes that only one rank makes under torch.no_grad() or no_sync(), or call model.module."
 )
 
 logger = logging.getLogger(__name__)

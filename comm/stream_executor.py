@@ -68,6 +68,8 @@ class StreamExecutor(Executor):
         workspace = self.workspaces[self.place]
         future.recorded = plan
         begin, name, value, on_error = task
+        if plan is not None:
+            plan.name = f"{name}, replay"
         before = self._enter(future)
         self._advance(future, lambda: Driver(begin(workspace), self.transport, name, value, on_error))
         self._run_to_end(before)
@@ -94,8 +96,7 @@ class StreamExecutor(Executor):
         try:
             plan.begin.record(current)
             plan.begin.wait(self._kernels)
-            torch.cuda.set_stream(self._kernels)
-            with profiler_range("gradwire::replay"):
+            with profiler_range(plan.name):
                 self._replay_part(flight, refresh)
             self._run_to_end(before)
         finally:
@@ -141,15 +142,13 @@ class StreamExecutor(Executor):
             self._advance(flight)
 
     def _replay_part(self, flight: Result | Handle, refresh: Callable[[], None] | None = None) -> None:
-        """Enqueue the launches of a part, and its collective; or the last part, and complete ``flight``.
-
-        Launches name their stream, so the current one matters only to ``refresh``.
-        """
+        """Enqueue the launches of a part, and its collective; or the last part, and complete ``flight``."""
         plan = flight.plan
         assert plan is not None
         try:
             if self._error is not None:
                 raise self._error
+            torch.cuda.set_stream(self._kernels)
             if refresh is not None:
                 refresh()
             else:
@@ -217,7 +216,7 @@ class StreamExecutor(Executor):
 
 
 class Handle:
-    """What a `Result` is to a submitted task, for a replayed one that gradwire's reducer waits for: it takes no future.
+    """A lightweight `Result` of a replayed task, for gradwire's reducer: the same `done` and `wait`, but no future.
 
     Attributes:
         plan, part: the plan, until it is enqueued to its end, and the next part.
@@ -285,7 +284,6 @@ class Result(Future[Any]):
 
     def complete(self, ended: torch.cuda.Event, kernels: torch.cuda.Stream) -> None:
         """Set the result of a replayed task, in its stream."""
-        torch.cuda.set_stream(kernels)
         self.set_result(self.value_of_replay)
 
     def done(self) -> bool:  # noqa: D102

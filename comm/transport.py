@@ -64,6 +64,11 @@ class Collective(ABC):
     def run_alone(self) -> None:
         """Run in a world of one rank, without a group."""
 
+    @property
+    @abstractmethod
+    def memory(self) -> Sequence[Tensor]:
+        """The tensors that are read and written."""
+
 
 # An algorithm in flight: it yields each collective that it awaits, and is sent None once that collective is done.
 Algorithm = Coroutine[Collective, None, T]
@@ -175,6 +180,10 @@ class AllReduce(Collective):
     def run_alone(self) -> None:
         """Leave the tensors unchanged."""
 
+    @property
+    def memory(self) -> Sequence[Tensor]:  # noqa: D102
+        return self.tensors
+
 
 class Shot(Collective):
     """Half of a two-shot all-reduce over n ranks, one message per piece; see `Transport`.
@@ -203,6 +212,10 @@ class Shot(Collective):
     def run_alone(self) -> None:
         """Copy the message of the only rank to itself."""
         self.target.copy_(self.source if self.source.dim() == 3 else self.source[:, None])
+
+    @property
+    def memory(self) -> Sequence[Tensor]:  # noqa: D102
+        return self.target, self.source
 
 
 class AllToAll(Shot):

@@ -24,9 +24,9 @@ from gradwire.hooks._plans import Plans
 from gradwire.kernels import SegmentTable, as_real, gradient_layout, is_capturing, layout_in_dtype
 
 if TYPE_CHECKING:
-    from gradwire.hooks.hook_state import HookSettings
-if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket as GradBucket
+
+    from gradwire.hooks.hook_state import HookSettings
 else:  # PyTorch compares the annotation of a hook with this class
     from torch.distributed import GradBucket
 

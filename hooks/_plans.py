@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,11 +24,12 @@ import torch.distributed as dist
 from gradwire.comm.plan import Plan
 from gradwire.comm.stream_executor import Handle, Result, StreamExecutor
 from gradwire.compress.memory import BucketMemory
-from gradwire.kernels import Recording, layout_guard
+from gradwire.kernels import Recording, SegmentTable, layout_guard
 
 if TYPE_CHECKING:
     from gradwire.comm import Connections
     from gradwire.hooks._bucket import Bucket, BucketWork, Tables
+    from gradwire.hooks._handshake import Agreement
     from gradwire.hooks.hook_state import HookSettings
 
 # Kernels are then compiled, tables uploaded, and the workspace, which shrinks after
@@ -72,16 +73,17 @@ class Plans:
         self._settings = settings
         key = (settings.variant(number), executor.place, bucket.divisor)
         agreement = settings.handshake.agreement(group, settings.hook_name)
-        token = (executor, agreement and agreement.token, memory, work.source.table, work.target.table)
+        token = _Token(executor, agreement and agreement.token, memory, work.source.table, work.target.table)
         entry = self._entries.get(key)
         if entry is None or entry.token != token:
-            entry = self._entries[key] = _Entry(token, agreement, memory, tables)
+            entry = self._entries[key] = _Entry(token, agreement, tables)
             if bucket.plans is None and memory is not None:  # the layouts of parameters in PyTorch's DDP may change
                 entry.guard = layout_guard(bucket.parameters())
         entry.n_steps += 1
         if entry.n_steps <= WARM_UP_STEPS or entry.plan is not None:
             return None
-        entry.plan = Plan(Recording, executor.place, partial(entry.refresh, work, number))
+        gradients = [*work.source.tensors, *work.target.tensors]
+        entry.plan = Plan(Recording, executor.place, gradients, partial(entry.refresh, work, number))
         return entry.plan
 
     def replay(self, bucket: Bucket, connections: Connections, number: int | None = None) -> Result | Handle | None:
@@ -101,34 +103,44 @@ class Plans:
         entry = self._entries.get((settings.variant(number), executor.place, bucket.divisor))
         if entry is None or not entry.stands(settings, executor) or torch.cuda.is_current_stream_capturing():
             return None
-        work = bucket.work(entry.tables, None if entry.memory is None else entry.memory.layout)
-        if work.source.table is not entry.token[3] or work.target.table is not entry.token[4]:
+        work = bucket.work(entry.tables, None if entry.token.memory is None else entry.token.memory.layout)
+        if work.source.table is not entry.token.source or work.target.table is not entry.token.target:
+            return None
+        assert entry.plan is not None
+        if not entry.plan.fits(work.source.tensors, work.target.tensors):
             return None
         if entry.guard is not None and not entry.guard(*bucket.parameters()):
             return None
         if not is_in_hook:
             settings.begin_bucket(bucket.position)
-        settings.count_bucket(bucket, entry.memory)
-        assert entry.plan is not None
+        settings.count_bucket(bucket, entry.token.memory)
         flight = executor.replay(entry.plan, work.result, partial(entry.refresh, work, number), is_in_hook)
         if bucket.is_final:
             executor.finish()
         return flight
 
 
+class _Token(NamedTuple):
+    """The objects on which a plan depends, compared by identity."""
+
+    executor: StreamExecutor
+    agreement: object  # that of the ranks on the settings; None without a hook
+    memory: BucketMemory | None  # None for a cast
+    source: SegmentTable  # the layouts of the tensors of a step
+    target: SegmentTable
+
+
 class _Entry:
-    """A variant of a bucket's steps: what it depends on, and its plan.
+    """A variant of a bucket's steps, and its plan.
 
     Args:
-        token: the objects on which the plan depends, compared by identity: executor, agreement of the ranks, memory of
-            the bucket, and the tables of its source and target.
+        token: what the plan depends on.
         agreement: that of the ranks on the settings; None without a hook.
-        memory: the memory of the bucket.
         tables: layouts of flat buckets.
     """
 
-    def __init__(self, token: tuple[Any, ...], agreement: Any, memory: Any, tables: Tables) -> None:
-        self.token, self.memory, self.tables = token, memory, tables
+    def __init__(self, token: _Token, agreement: Agreement | None, tables: Tables) -> None:
+        self.token, self.tables = token, tables
         self._agreement = agreement
         self.n_steps = 0  # since the token is this one
         self.plan: Plan | None = None
@@ -136,17 +148,21 @@ class _Entry:
 
     def stands(self, settings: HookSettings, executor: StreamExecutor) -> bool:
         """Whether the plan is complete, and nothing has changed since it was recorded."""
-        if self.plan is None or not self.plan.is_complete or self.token[0] is not executor:
+        if self.plan is None or not self.plan.is_complete or self.token.executor is not executor:
             return False
         agreement = self._agreement
-        return agreement is None or (agreement.token is self.token[1] and agreement.settings == settings._settings())
+        return agreement is None or (
+            agreement.token is self.token.agreement and agreement.settings == settings._settings()
+        )
 
     def refresh(self, work: BucketWork, number: int) -> None:
         """Replace the addresses of the tensors in device memory, and the number of the step."""
         source, target = work.source, work.target
-        if self.memory is not None:
+        if self.token.memory is not None:
             gradients = source.each()
-            self.memory.refresh(gradients, gradients if target.tensors is source.tensors else target.each(), number)
+            self.token.memory.refresh(
+                gradients, gradients if target.tensors is source.tensors else target.each(), number
+            )
             return
         source.table.packed(source.tensors)
         if target.table is not source.table:

@@ -79,7 +79,6 @@ class PowerSGDOptions:
     factor_dtype: torch.dtype | None
     alternating: bool
     precision: str
-    cuda_graphs: bool
     factor_wire: str | None
 
     def __post_init__(self) -> None:
@@ -89,7 +88,7 @@ class PowerSGDOptions:
             check_whole_number(name, getattr(self, name), "a whole number of steps")
         check_number("orthogonalization_epsilon", self.orthogonalization_epsilon, "a finite number, at least 0", 0)
         check_whole_number("random_seed", self.random_seed, "a whole number")
-        for name in ("use_error_feedback", "warm_start", "batch_tensors_with_same_shape", "alternating", "cuda_graphs"):
+        for name in ("use_error_feedback", "warm_start", "batch_tensors_with_same_shape", "alternating"):
             check_flag(name, getattr(self, name))
         if (self.use_error_feedback or self.warm_start) and self.start_powerSGD_iter <= 1:
             raise ValueError(
@@ -201,10 +200,6 @@ class PowerSGDState(HookState):
         precision: arithmetic of the products that compute the factors, on GPUs and at ranks above 8:
             "tf32", on tensor cores if the GPU has them, or "fp32", which is slower. Error feedback makes up for
             the rounding of TF32. Lower ranks and CPUs always use fp32.
-        cuda_graphs: whether to capture each bucket's kernels between two collectives in CUDA graphs,
-            after a warm-up, and to replay them in later steps. Saves host time. Results are bitwise
-            equal, so this option may differ between ranks. Without effect, and with a warning, where
-            Triton kernels do not run: on CPUs, with fp64 gradients, and at ranks above 64.
         factor_wire: quantize the factors to this wire format: "int8", "int4", "bf16" or "fp16"; None: an all-reduce in
             ``factor_dtype``. P and Q are exchanged as in `quantization_hook`, with a scale per 64 elements and sums in
             fp32. "int8" sends a quarter of the bytes of fp32, so four times the rank in the same bytes, and error
@@ -223,7 +218,7 @@ class PowerSGDState(HookState):
     """
 
     __module__ = "gradwire.hooks.powerSGD_hook"  # the import path, also in pickles
-    local_options = frozenset({"compression_stats_logging_frequency", "cuda_graphs"})
+    local_options = frozenset({"compression_stats_logging_frequency"})
     compiles_early = True
     options: PowerSGDOptions
 
@@ -246,7 +241,6 @@ class PowerSGDState(HookState):
         factor_dtype: torch.dtype | None = None,
         alternating: bool = False,
         precision: str = "tf32",
-        cuda_graphs: bool = False,
         factor_wire: str | None = None,
     ) -> None:
         ranks, stacks = {} if ranks is None else ranks, {} if stacks is None else stacks

@@ -85,12 +85,10 @@ class QuantizationOptions(BlockOptions):
 
     start_iter: int = 2
     local_size: int | str = "auto"
-    cuda_graphs: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_whole_number("start_iter", self.start_iter, "a whole number of steps, at least 0", 0)
-        check_flag("cuda_graphs", self.cuda_graphs)
         check_local_size(self.local_size)
 
 
@@ -154,8 +152,8 @@ class QuantizationState(HookState):
         start_iter: steps of plain all-reduce before the first quantized step. The default suffices
             for most models.
         exempt: `fnmatch` patterns of parameters to send in 16 bits, or in a ``wire`` of 16 or 32; by default
-            ``("*.bias", "*norm*")``. Parameters with fewer than two dimensions are, too, unless a pattern in ``wires``
-            matches: they are small and sensitive to rounding.
+            ``("*.bias", "*norm*")``. Parameters with fewer than two dimensions are also exempt, unless a
+            pattern in ``wires`` matches them: they are small and sensitive to rounding.
         wires: wire format by name pattern, instead of ``wire``. The first match wins, and takes
             precedence over ``exempt``. For layers that need more accuracy than others, such as
             ``{"*.embedding.weight": "int8", "head.*": "bf16"}``. "fp32" sends a parameter
@@ -167,8 +165,6 @@ class QuantizationState(HookState):
             quantized and sent to other nodes; the error memory is 1 / ``local_size`` as large. "auto" finds nodes by
             their host names; if nodes differ in size, or ranks of a node are not consecutive, it is 1. 1 quantizes
             every rank's gradients: with one rank per node, or one node, that is the same.
-        cuda_graphs: whether to capture each bucket's kernels between two collectives in CUDA graphs, which take the
-            host less time to launch. Results are the same. May differ between ranks.
 
     Attributes:
         iter: number of steps so far.
@@ -184,7 +180,6 @@ class QuantizationState(HookState):
     """
 
     __module__ = "gradwire.hooks.quantization_hooks"  # the import path, also in pickles
-    local_options = frozenset({"cuda_graphs"})
     compiles_early = True
     options: QuantizationOptions
 
@@ -202,7 +197,6 @@ class QuantizationState(HookState):
         error_dtype: torch.dtype = torch.float32,
         seed: int = 0,
         local_size: int | str = "auto",
-        cuda_graphs: bool = False,
     ) -> None:
         if isinstance(exempt, list):
             exempt = tuple(exempt)

@@ -3,8 +3,9 @@
 A launch through Triton costs the host 10 to 30 us: it looks up the compiled kernel by the types of its arguments. A
 bound launch holds the compiled kernel, its stream, its numbers and its addresses, and costs one call into C.
 
-While a `Recording` is entered, every launch of this thread also becomes a bound launch. All other work on a device must
-be missing from a recorded algorithm: the recording notes PyTorch's operators, except those that only allocate or view.
+While a `Recording` is entered, every launch of this thread also becomes a bound launch. A recorded algorithm must do no
+other work on the device: the recording notes any operator of PyTorch that does not only allocate or view, and the
+step is then not replayed.
 """
 
 from __future__ import annotations
@@ -62,12 +63,6 @@ class Recording(TorchDispatchMode):
             self.operator = self.operator or str(function)
         return function(*arguments, **(keywords or {}))
 
-    def add(self, compiled: Any, grid: Sequence[int], values: list[Any]) -> None:
-        """Record a launch of a compiled kernel, with numbers as addresses: Triton asks the driver about a tensor."""
-        self.kept += [value for value in values if isinstance(value, Tensor)]
-        numbers = [value.data_ptr() if isinstance(value, Tensor) else value for value in values]
-        self.calls.append(bound(compiled, self.stream, (*grid, 1, 1)[:3], numbers))
-
 
 class _Thread(threading.local):
     recording: Recording | None = None
@@ -82,15 +77,14 @@ def is_recording() -> bool:
 
 
 def bound(compiled: Any, stream: int, grid: Sequence[int], values: Sequence[Any]) -> Callable[[], object]:
-    """A launch of a compiled kernel as a call without arguments. Triton's hooks for profilers do not see it.
+    """A launch of a compiled kernel as a call without arguments, unseen by Triton's hooks for profilers.
 
-    ``CompiledKernel.run`` has the same arguments in Triton 3.6 to 3.7. In 3.7 it is a Python function around one in C,
-    which is private: without its attributes, the launch takes 1 us more.
+    ``CompiledKernel.run`` has the same arguments in Triton 3.6 to 3.9. From 3.7 on it is a Python function around one
+    in C, which is private: without its attributes, a launch takes 1 us more.
     """
-    run, packed = compiled.run, compiled.packed_metadata
-    no_hooks = (None, None, None)  # metadata for hooks, and the hooks before and after a launch
-    needs_scratch = getattr(run, "global_scratch_size", 0) or getattr(run, "profile_scratch_size", 0)
-    if hasattr(run, "kernel_signature") and hasattr(run, "arg_annotations") and not needs_scratch:
+    run, packed, no_hooks = compiled.run, compiled.packed_metadata, (None, None, None)
+    has_extras = any(getattr(run, name, 0) for name in ("global_scratch_size", "profile_scratch_size", "gsan_enabled"))
+    if type(run).__name__ == "CudaLauncher" and hasattr(run, "arg_annotations") and not has_extras:
         options = (run.launch_cooperative_grid, run.launch_pdl, packed, *no_hooks, None, None)
         types = (run.arg_annotations, run.kernel_signature)
         return partial(run.launch, *grid, stream, compiled.function, *options, *types, tuple(values))
@@ -98,27 +92,35 @@ def bound(compiled: Any, stream: int, grid: Sequence[int], values: Sequence[Any]
 
 
 class Kernel:
-    """A Triton kernel: ``kernel[grid](name=value, ...)`` launches it, and records the launch in a `Recording`."""
+    """A Triton kernel: ``kernel[grid](name=value, ...)`` launches it, and records the launch in a `Recording`.
+
+    Attributes:
+        jitted: what `triton.jit` returned.
+    """
 
     def __init__(self, jitted: Any) -> None:
-        self._jitted = jitted
+        self.jitted = jitted
         parameters = inspect.signature(jitted.fn).parameters.values()
         self._defaults = {each.name: each.default for each in parameters}
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._jitted, name)
+        if name == "jitted":  # not set yet: the object is being copied
+            raise AttributeError(name)
+        return getattr(self.jitted, name)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
         if _thread.recording is None:
-            return self._jitted[grid]  # type: ignore[no-any-return]
+            return self.jitted[grid]  # type: ignore[no-any-return]
         return partial(self._record, _thread.recording, grid)
 
     def _record(self, recording: Recording, grid: tuple[int, ...], **arguments: Any) -> None:
         with _disable_current_modes():  # Triton's interpreter copies tensors
-            compiled = self._jitted[grid](**arguments)
+            compiled = self.jitted[grid](**arguments)
         values = [arguments.get(name, default) for name, default in self._defaults.items()]
-        if compiled is not None:
-            recording.add(compiled, grid, values)
-        else:  # Triton's interpreter: a launch with tensors
-            recording.kept += [value for value in values if isinstance(value, Tensor)]
-            recording.calls.append(partial(self._jitted[grid], **arguments))
+        recording.kept += [value for value in values if isinstance(value, Tensor)]
+        if hasattr(compiled, "packed_metadata"):
+            # Addresses as numbers: Triton asks the driver about a tensor.
+            numbers = [value.data_ptr() if isinstance(value, Tensor) else value for value in values]
+            recording.calls.append(bound(compiled, recording.stream, (*grid, 1, 1)[:3], numbers))
+        else:  # Triton's interpreter, or an unknown Triton: a launch as before, in the current stream
+            recording.calls.append(partial(self.jitted[grid], **arguments))

@@ -148,7 +148,7 @@ def _block_scales(
     FORMAT: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """`wire_formats.block_scales`: [N]."""
+    """The scale of each block: [N]; see `WireFormat.encode`."""
     N: tl.constexpr = values.shape[0]
     BLOCK: tl.constexpr = values.shape[1]
     if FORMAT.kind == "signs":

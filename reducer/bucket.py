@@ -71,17 +71,18 @@ class BucketBase(hooks.Bucket):
 
 
 class DenseBucket(BucketBase):
-    """The gradients of some parameters, with the interface of ``torch.distributed.GradBucket`` and three more methods.
+    """The gradients of some parameters, with the interface of ``torch.distributed.GradBucket``, and `work`.
 
     A hook written for PyTorch asks for `buffer` or `gradients`: the gradients are then flattened into one buffer, which
     is kept until a backward does without it, or with ``frees_buffer`` until the end of this one. gradwire's own hooks
-    ask for `source` and `target` instead, or for `source` and `empty_buffer`. With ``as_view`` the buffer always
+    ask for `work` instead, or also for `empty_buffer`. With ``as_view`` the buffer always
     exists, and every ``.grad`` ends up as a view of it. Gradients have the layouts of the tensors ``like``, by default
     of the parameters.
 
     Attributes:
         as_view: whether every ``.grad`` becomes a view of the buffer.
-        zero_copy: whether hooks may use `source` and `target`; set by the reducer, cleared once the bucket is flat.
+        zero_copy: whether `work` may return the gradients themselves; set by the reducer, cleared once the bucket is
+            flat.
     """
 
     def __init__(
@@ -158,7 +159,7 @@ class DenseBucket(BucketBase):
         return hooks.BucketWork(source, target, target.tensors[0])
 
     def empty_buffer(self) -> Tensor:
-        """The flat buffer, for a hook to write the mean into, in place of `target`; its values are undefined."""
+        """The flat buffer, uninitialized, for a hook to write the mean into, in place of the target of `work`."""
         self._needs_buffer = True
         if self._buffer is None:
             self._buffer = torch.zeros(self._table.numel, dtype=self._table.dtype, device=self.device)
@@ -274,8 +275,8 @@ class DenseBucket(BucketBase):
     def finish(self, result: Tensor, scale: float, used: Mapping[int, bool], take_back: TakeBack | None = None) -> None:
         """Write a hook's result, times ``scale``, into the gradients.
 
-        The result is flat, of the bucket's number of elements, or the first tensor of `target`, which then has it;
-        ValueError otherwise. ``used`` says for each of `stand_ins` whether any rank has a gradient; if not,
+        The result is flat, of the bucket's number of elements, or the first tensor of the target of `work`, which then
+        has it; ValueError otherwise. ``used`` says for each of `stand_ins` whether any rank has a gradient; if not,
         ``take_back`` is called.
         """
         target, table = (self._flat.tensors, self._flat.table) if self.as_view else (self._grads, self._table)

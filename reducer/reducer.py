@@ -54,9 +54,7 @@ class BucketHook(NamedTuple):
     is_zero_copy: bool
     is_registered: bool = False
     has_groups: bool = False  # whether it may have process groups of its own
-    is_own: bool = (
-        True  # whether the function is gradwire's and has no effect but its result, so that steps are replayed
-    )
+    can_replay: bool = True  # whether recorded steps replace its calls: it is gradwire's, and only reduces
     take_back: TakeBack | None = None  # adds a sent but unapplied gradient to the error memory
 
 
@@ -262,6 +260,9 @@ class Reducer:
             while hooks.recorded:
                 taken, ready = hooks.recorded[:], []
                 del hooks.recorded[: len(taken)]  # other threads may append meanwhile
+                if self._backward.phase is Phase.REDUCING and not tracks_usage and not self.static_graph:
+                    self._backward.ready_order += taken
+                    ready, taken = taken, []
                 for index in taken:
                     if self._backward.phase is Phase.DONE and self._is_through_outputs:
                         self._begin_again()
@@ -420,7 +421,7 @@ class Reducer:
                 shared = set(chain.from_iterable(self._shared_with.values()))
                 positions = [k for k, i in enumerate(bucket.members) if i in shared]
             bucket.collect(hook.is_zero_copy, unused, positions, self._incoming)
-            if hook.is_own and bucket.plans is not None:
+            if hook.can_replay and bucket.plans is not None:
                 handle = bucket.plans.replay(bucket, exchange.connections)
                 if handle is not None:
                     return handle
@@ -584,8 +585,8 @@ class Reducer:
         check_pairing(state, hook)
         state = in_group(state, hook, self.exchange.process_group)
         take_back = state.memory.take_back if isinstance(state, HookState) else None
-        is_own = is_zero_copy(hook) and hook.__module__.startswith("gradwire.")
-        self.hook = BucketHook(hook, state, is_zero_copy(hook), True, not is_gradwire_hook(hook), is_own, take_back)
+        can_replay = is_zero_copy(hook) and hook.__module__.startswith("gradwire.")
+        self.hook = BucketHook(hook, state, is_zero_copy(hook), True, not is_gradwire_hook(hook), can_replay, take_back)
         self.exchange.has_hook = True
         if self.hook.has_groups and isinstance(state, HookState):
             self.exchange.note_use(state, state.process_group or self.exchange.process_group)
@@ -766,9 +767,8 @@ class Backward:
         self.calls = [0] * n_parameters  # of each parameter's autograd hook, with a static graph
         self.n_launched = 0  # buckets, skipped ones included
         self.skipped: set[int] = set()  # positions of the buckets that are not reduced: no parameter of them is used
-        self.futures: list[Future[Any] | Handle | None] = [None] * len(
-            buckets
-        )  # None before the launch, and if not reduced
+        # None before the launch, and if not reduced.
+        self.futures: list[Future[Any] | Handle | None] = [None] * len(buckets)
 
     @property
     def missing(self) -> list[int]:

@@ -1,6 +1,6 @@
 """Compressed gradients for FSDP2: `attach` finds where a model averages gradients, and compresses there.
 
-The way of the gradients of one parameter group, from FSDP2's hook in the backward to the hook's state and back:
+How the gradients of one parameter group travel from FSDP2's hook to the hook's state and back:
 
 1. FSDP2 copies them into a flat tensor, one shard after the other, and calls the group's reduce-scatter, which sums
    them over the ranks of a replica. With ``attach(within=...)`` this is a `QuantizedReduceScatter`

@@ -1,7 +1,7 @@
 """Stages *preflight* and *first* of the GPU lane: they tell in four minutes whether machine and gradwire work.
 
 Preflight tries what every kernel and hook needs. *first* has one or two cases of every kind: kernels, hooks on both
-DDPs, CUDA graphs, GradScaler, two ranks, and the times of hooks compared with PyTorch's.
+DDPs, CUDA graphs, recorded steps, GradScaler, two ranks, and the times of hooks compared with PyTorch's.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ FIRST: dict[str, LaneCase] = {
         "powersgd: equal bits on both DDPs",
         "int4: no host synchronization",
         "fp16: replays from a CUDA graph",
-        "powersgd, dropout: graphs give the bits of eager steps",
+        "powersgd, dropout: replays give the bits of eager steps",
         "gradscaler skips the step of an overflow",
         "copy",
         "hook fp16, gpt2-124m",

@@ -90,11 +90,10 @@ STEPS_BEFORE_CAPTURE = 11
 # Without "powersgd, alternating": its consecutive steps differ, and a graph replays one step.
 CAPTURED = ("allreduce", "fp16", "scaled-fp16", "int4", "powersgd")
 _int4 = partial(_quantized, "int4")
-# Hooks whose kernels are captured between collectives: hook, options and net.
+# Hooks whose steps are recorded: hook, options and net. Without a cold start, which has operators of PyTorch.
 REPLAYED: dict[str, tuple[Callable[..., Callable[[], StateAndHook]], dict[str, Any], type[Net | HalfNet]]] = {
     **{name: (_powersgd, options, Net) for name, options in POWERSGD.items()},
     "powersgd, fp16 gradients": (_powersgd, {}, HalfNet),
-    "powersgd, cold start": (_powersgd, {"warm_start": False}, Net),
     "powersgd, dropout": (_powersgd, {}, DropoutNet),
     "int4": (_int4, {}, Net),
     "int4, bf16 errors": (*(_int4, {"error_dtype": torch.bfloat16}, HalfNet),),
@@ -188,7 +187,8 @@ def replays_give_the_bits_of_eager_steps(name: str, device: torch.device) -> Non
             _, eager = train(wrapper, device, make(**options)(), net, steps)
         with mock.patch.object(StreamExecutor, "replay", autospec=True, side_effect=StreamExecutor.replay) as replay:
             _, replayed = train(wrapper, device, make(**options)(), net, steps)
-        require(replay.call_count > 0, f"{wrapper.__name__}: no step was replayed")
+        if device.type == "cuda":  # in a rehearsal, CPU kernels are not recorded
+            require(replay.call_count > 0, f"{wrapper.__name__}: no step was replayed")
         assert_same(replayed, eager, wrapper.__name__)
 
 

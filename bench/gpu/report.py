@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gradwire.bench.implementations import GRADWIRE, PYTORCH
+
 Row = Mapping[str, Any]
 
 NOTES = (
@@ -17,6 +19,36 @@ NOTES = (
     "step ms: forward and backward of a small model, on an emulated link (a model, not a measured network)",
 )
 
+# Goals of the host's time for a step, in ms: PyTorch's fp16 hook took 1.4 on an H200 (docs/log/kernels.md).
+HOST_GOALS = {"hook fp16, gpt2-124m": 1.4, "hook int4, gpt2-124m": 3.0, "hook powersgd-r4, gpt2-124m": 1.0}
+LINK = "link of 100gbit"  # on which the steps of these hooks are to be at least as fast as with PyTorch's fp16
+LINK_GOALS = ("fp16", "int4")
+
+
+def verdicts(measured: Mapping[str, Sequence[Row]]) -> list[str]:
+    """A line for each goal that was measured: whether it holds."""
+    lines = []
+    for case, goal in HOST_GOALS.items():
+        for row in measured.get(case, ()):
+            if row["implementation"] == GRADWIRE and (host := _median(row, "host_ms")) is not None:
+                lines.append(f"goal {_held(host <= goal)}: {case}, host {host:.2f} ms, at most {goal} ms")
+    steps = {
+        (hook, row["implementation"]): _median(row, "step_ms")
+        for hook in LINK_GOALS
+        for row in measured.get(f"hook {hook}, {LINK}", ())
+    }
+    reference = steps.get(("fp16", PYTORCH))
+    for hook in LINK_GOALS:
+        step = steps.get((hook, GRADWIRE))
+        if step is not None and reference is not None:
+            what = f"hook {hook}, {LINK}, step {step:.2f} ms, at most {reference:.2f} ms of PyTorch's fp16"
+            lines.append(f"goal {_held(step <= reference)}: {what}")
+    return lines
+
+
+def _held(holds: bool) -> str:
+    return "met" if holds else "MISSED"
+
 
 def tables(measured: Mapping[str, Sequence[Row]]) -> list[str]:
     """The lines of a table of all rows, by case."""
@@ -26,7 +58,7 @@ def tables(measured: Mapping[str, Sequence[Row]]) -> list[str]:
     header = ("case", "", "device ms", "graph ms", "host ms", "floor ms", "of floor", "launches", "waits", "step ms")
     body = [_cells(case, row, bandwidth) for case, rows in measured.items() for row in rows if "gb_per_s" not in row]
     lines = [f"copy: {bandwidth:,} GB/s, read and written"] if bandwidth is not None else []
-    return [*lines, *_aligned([header, *body]), *NOTES] if body else lines
+    return [*lines, *_aligned([header, *body]), *NOTES, *verdicts(measured)] if body else lines
 
 
 def _cells(case: str, row: Row, bandwidth: float | None) -> tuple[str, ...]:

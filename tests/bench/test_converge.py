@@ -8,12 +8,12 @@ from typer.testing import CliRunner
 from gradwire.bench import namespaces
 from gradwire.bench.converge import Trial, compressed_step_ms, to_target
 from gradwire.bench.implementations import GRADWIRE, PYTORCH
-from gradwire.bench.record import Measured, Metric, Record, load, records_of
+from gradwire.bench.record import Metric, Record, load, records_of
 from gradwire.bench.tasks import TASKS, Digits
 from gradwire.cli.app import app
 
 
-def training(hook, implementation, seconds, is_reached=True, seed=0, optimizer="adamw"):
+def training(hook, implementation, seconds, is_reached=True, seed=0):
     """Evaluated after 5 and 10 steps."""
     curves = {
         Metric.STEPS: [5, 10],
@@ -22,23 +22,16 @@ def training(hook, implementation, seconds, is_reached=True, seed=0, optimizer="
         Metric.ACCURACY: [90.0, 98.0 if is_reached else 97.0],
     }
     metrics = {metric: {"p50": curve[-1] if is_reached else None, "series": curve} for metric, curve in curves.items()}
-    return records_of("converge", {"optimizer": optimizer, "hook": hook, "seed": seed}, implementation, 2, metrics)
+    return records_of("converge", {"hook": hook, "seed": seed}, implementation, 2, metrics)
 
 
-def trainings(*arguments, seconds, **options):
-    return [r for seed, duration in enumerate(seconds) for r in training(*arguments, duration, seed=seed, **options)]
+def trainings(*arguments, seconds):
+    return [r for seed, duration in enumerate(seconds) for r in training(*arguments, duration, seed=seed)]
 
 
 NONE = trainings("none", PYTORCH, seconds=(10.0, 30.0, 12.0))
 FP16 = [r for seed in range(3) for r in training("fp16", PYTORCH, 6.0, is_reached=seed != 1, seed=seed)]
 POWERSGD = trainings("powersgd-r4", GRADWIRE, seconds=(1.0, 3.0, 2.0))
-
-
-@pytest.fixture
-def records(facts):
-    settings = {"task": "A task", "parameters": 1234, "score": Metric.ACCURACY, "target": 97.5, "rises": True}
-    settings |= {"rate": "100mbit", "hosts": 2, "plain_steps": 10}
-    return Measured(settings, [*NONE, *FP16, *POWERSGD]).with_provenance(facts)
 
 
 def test_target_that_one_seed_missed_counts_as_missed():

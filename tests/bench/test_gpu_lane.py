@@ -117,7 +117,7 @@ def test_rehearsal_of_both_stages_passes_and_resumes(capsys, tmp_path, monkeypat
         "scaled-fp16: equal bits",
         "quantize float32 to int4, errors in float32",
         "powersgd-r4-bf16: gives the mean",
-        "powersgd: replays",
+        "powersgd: replays from",
     ]
     arguments = ["smoke", "ranks", "--output", str(output), *(f"--only={part}" for part in only)]
     assert lane.main(arguments, enter) == 0

@@ -26,22 +26,19 @@ from tests.support.rehearsal import gpu_on_cpu
 KEPT = Path(__file__).parents[2] / "bench" / "results" / "network.jsonl"
 
 
-def timed(hook, name, ms, one_bucket=False, sent=None):
-    sent_bytes = [] if sent is None else [sent, sent + 2, 9 * sent]
-    return SimpleNamespace(hook=hook, name=name, seconds=[ms / 1e3] * 3, one_bucket=one_bucket, link_bytes=sent_bytes)
-
-
-def made_up(rate="1gbit", hooks=("powersgd-r4",), sent=1000):
+def made_up(sent_bytes):
     """noop takes 20 ms on PyTorch's DDP, 40 in one bucket, 10 on gradwire's; PyTorch's hooks 160, gradwire's 30."""
-    runs = [
-        timed("noop", PYTORCH, 20, sent=sent and 1000),
-        timed("noop", PYTORCH, 40, one_bucket=True, sent=sent and 1000),
-    ]
-    runs.append(timed("noop", GRADWIRE, 10, sent=sent and 1000))
-    for hook in hooks:
-        runs.append(timed(hook, PYTORCH, 160, HOOKS[hook].pytorch.one_bucket, sent))
-        runs.append(timed(hook, GRADWIRE, 30, sent=sent))
-    return summarize(rate, 2, runs)
+    runs = [("noop", PYTORCH, 20, False), ("noop", PYTORCH, 40, True), ("noop", GRADWIRE, 10, False)]
+    for hook in ("powersgd-r4", "fp16"):
+        runs += [(hook, PYTORCH, 160, HOOKS[hook].pytorch.one_bucket), (hook, GRADWIRE, 30, False)]
+    return summarize(
+        "1gbit",
+        2,
+        [
+            SimpleNamespace(hook=hook, name=name, seconds=[ms / 1e3] * 3, one_bucket=one_bucket, link_bytes=sent_bytes)
+            for hook, name, ms, one_bucket in runs
+        ],
+    )
 
 
 def values(records, metric):
@@ -49,11 +46,11 @@ def values(records, metric):
 
 
 def test_exposed_time_is_beyond_noop_on_same_ddp_with_same_buckets():
-    records = made_up(hooks=("powersgd-r4", "fp16"))
+    records = made_up([1000, 1002, 9000])
     assert values(records, Metric.STEP_MS) == [20, 40, 10, 160, 30, 160, 30]
     assert values(records, Metric.EXPOSED_MS) == [0, 0, 0, 120, 20, 140, 20]
     assert set(values(records, Metric.SENT_PER_STEP)) == {1002}
-    assert values(made_up(sent=None), Metric.SENT_PER_STEP) == []
+    assert values(made_up([]), Metric.SENT_PER_STEP) == []
 
 
 @pytest.mark.parametrize(("hosts", "mbit"), [(2, 1000.0), (4, 1500.0)])

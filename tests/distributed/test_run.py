@@ -200,7 +200,7 @@ def test_gradwires_class_and_later_wrappers_are_left_alone(world_of_one):
     assert made[0]._state is None, "its error memory is freed with the model"
 
 
-def train_sharded(mesh_shape, compress=lambda model: None, steps=24):
+def train_sharded(mesh_shape, compress=lambda model: None):
     """Gradients of the last step of a model sharded over a mesh of ``mesh_shape``, and of its replicas."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
@@ -209,7 +209,7 @@ def train_sharded(mesh_shape, compress=lambda model: None, steps=24):
     fully_shard(model[0], mesh=mesh)
     fully_shard(model, mesh=mesh)
     compress(model)
-    for step in range(steps):
+    for step in range(24):
         model.zero_grad()
         inputs = torch.randn(8, 64, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
         model(inputs).square().mean().backward()

@@ -46,7 +46,7 @@ class _Recorder:
     """Stands in for a kernel."""
 
     def __init__(self, name, kernel, launches):
-        self.name, self.kernel, self.launches = name, kernel._jitted, launches
+        self.name, self.kernel, self.launches = name, kernel, launches
 
     def __getitem__(self, grid):
         return lambda **arguments: self.launches.append(Launch(self.name, self.kernel, arguments))
@@ -66,7 +66,7 @@ def recorded_launches(call):
                 if name == "use_triton":
                     stack.enter_context(patch.object(module, name, lambda device: True))
                 elif name.startswith("_") and name.endswith("_kernel"):
-                    recorder = _Recorder(name.removeprefix("_").removesuffix("_kernel"), value, launches)
+                    recorder = _Recorder(name.removeprefix("_").removesuffix("_kernel"), value.jitted, launches)
                     stack.enter_context(patch.object(module, name, recorder))
         call()
     return launches

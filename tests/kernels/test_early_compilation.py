@@ -11,11 +11,12 @@ import torch.distributed as dist
 
 from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
+from gradwire.kernels.launch import Kernel
 from tests.kernels.ahead_of_time import kernel_modules
 from tests.kernels.empty_driver import empty_gpu
 from tests.support.training import SMALLEST, WRAPPERS, build, own_batches, register
 
-JITFunction = pytest.importorskip("triton").runtime.JITFunction
+pytest.importorskip("triton")
 START = 2
 STATES = {
     "int4": (partial(QuantizationState, start_iter=START), quantization_hook),
@@ -44,7 +45,8 @@ def one_rank():
 @pytest.mark.parametrize("kind", STATES)
 def test_first_compressed_steps_compile_nothing(kind, wrapper):
     make, hook = STATES[kind]
-    kernels = [each for module in kernel_modules() for each in vars(module).values() if isinstance(each, JITFunction)]
+    launched = [each for module in kernel_modules() for each in vars(module).values() if isinstance(each, Kernel)]
+    kernels = [kernel.jitted for kernel in launched]
     for kernel in kernels:
         kernel.device_caches.clear()
     counts = []

@@ -6,7 +6,6 @@ Counts, unlike seconds, are the same on every machine. A GPU that does nothing t
 import gc
 import sys
 from collections import Counter
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,19 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradwire
 from gradwire.bench.shapes import buckets, gpt2
-from gradwire.comm import Workspace, graphs
 from gradwire.compress import (
-    LowRankBucket,
-    LowRankPolicy,
     Quantization,
-    QuantizedBucket,
-    Step,
-    WirePolicy,
-    powersgd_all_reduce,
-    quantized_all_reduce,
 )
 from tests.kernels.empty_driver import empty_gpu
-from tests.kernels.test_variants import TRANSPORT, cast, powersgd, quantized
+from tests.kernels.test_variants import cast, powersgd, quantized
 
 FOLDERS = tuple(str(Path(path).resolve()) for path in gradwire.__path__)
 CREATING = {"empty", "empty_strided", "new_empty", "zeros", "full", "ones", "clone", "_to_copy"}
@@ -82,64 +73,6 @@ BUDGETS = {
     "powersgd": (lambda bucket: powersgd(bucket, 4, None), (154, 7, 3)),
     "quantized": (lambda bucket: quantized(bucket, "int4", Quantization()), (136, 7, 0)),
 }
-
-
-class EmptyGraph:
-    """A CUDA graph that does nothing."""
-
-    replays = 0
-
-    def capture_begin(self, pool, capture_error_mode):
-        pass
-
-    def capture_end(self):
-        pass
-
-    def replay(self):
-        EmptyGraph.replays += 1
-
-
-def low_rank(tensors):
-    return powersgd_all_reduce, LowRankBucket(tensors, LowRankPolicy(rank=4).matrix_shapes(tensors))
-
-
-def in_int4(tensors):
-    formats = WirePolicy(wire="int4").wire_formats(tensors)
-    return quantized_all_reduce, QuantizedBucket(tensors, formats, TRANSPORT, Quantization())
-
-
-def replayed(make, tensors, monkeypatch):
-    """Steps that replay CUDA graphs from the third one on."""
-    monkeypatch.setattr(graphs, "WARM_UP_STEPS", 1)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", EmptyGraph)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    workspace = Workspace(torch.device("cpu"), graphs.PiecewiseGraphs())
-    algorithm, bucket = make(tensors)
-    one = Step.of(bucket, tensors, tensors, 0, TRANSPORT, workspace)
-
-    def step(number):
-        steps = partial(algorithm, one)
-        return workspace.graphs.run(bucket, None, steps, partial(bucket.refresh, tensors, tensors, number))
-
-    return step
-
-
-@pytest.mark.parametrize(("make", "budget"), [(low_rank, 32), (in_int4, 18)])
-def test_replayed_step_of_a_bucket_keeps_to_its_budget(monkeypatch, make, budget):
-    tensors = [torch.empty(shape) for shape in buckets(gpt2, 25 << 20)[5]]
-    with empty_gpu() as driver:
-        step = replayed(make, tensors, monkeypatch)
-        for number in range(3):
-            run(step(number))
-        launches, replays = len(driver.launches), EmptyGraph.replays
-        with Allocations() as allocations:
-            run(step(3))
-        assert len(driver.launches) == launches
-        assert EmptyGraph.replays == replays + 1, "one for each part; these collectives suspend nothing"
-        assert allocations.counts.total() == 0
-        calls = calls_of(lambda: run(step(4)))
-        assert calls <= budget, calls
 
 
 @pytest.mark.parametrize("hook", BUDGETS)

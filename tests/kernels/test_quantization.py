@@ -154,7 +154,7 @@ def exchange(case, functions, device, *, gradients=None, errors=None):
         for i, g in enumerate(guarded):
             g.assert_untouched(f"gradient {i}")
         message.assert_guards_untouched("the message")
-        check_only_section_written(view, section, 255)
+        check_only_section_written(view, section)
         outcome.messages.append(view)
         if pending is not None:
             pending.assert_guards_untouched("pending")
@@ -202,7 +202,7 @@ def own_gradients(case, generator):
 def receive(case, section, dequantizer, committer, device, outcome):
     """The end of an exchange on one rank: decode the results of all, and commit the errors."""
     gathered = torch.stack([torch.stack([r[p] for r in outcome.results]) for p in range(case.pieces)])
-    check_only_section_written(gathered, section, 255)
+    check_only_section_written(gathered, section)
     targets = [Guarded.poisoned(item.numel, case.dtype, offset=item.offset, device=device) for item in case.layouts]
     dequantizer(
         gathered, section, [g.view(item.shape, item.strides) for g, item in zip(targets, case.layouts, strict=True)]
@@ -215,8 +215,8 @@ def receive(case, section, dequantizer, committer, device, outcome):
     outcome.errors.append(committed)
 
 
-def check_only_section_written(message, section, poison):
-    """Bytes outside the blocks' scales and payloads keep their poison; the header is the caller's."""
+def check_only_section_written(message, section):
+    """Bytes outside the blocks' scales and payloads keep their poison, 255; the header is the caller's."""
     cells = message.flatten(0, 1)
     written = torch.zeros_like(cells, dtype=torch.bool)
     written[:, :HEADER_BYTES] = True
@@ -225,7 +225,7 @@ def check_only_section_written(message, section, poison):
         scale, payload = section.format.scale_bytes, section.format.payload_bytes(section.table.block_size)
         written[cell, section.scales_at :][: (last - first) * scale] = True
         written[cell, section.payload_at :][: (last - first) * payload] = True
-    assert (cells[~written] == poison).all(), "bytes of no block were written"
+    assert (cells[~written] == 255).all(), "bytes of no block were written"
 
 
 def as_numbers(messages, section):

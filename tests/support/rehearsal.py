@@ -170,6 +170,15 @@ def _run_once(*_: object, **__: object) -> Iterator[None]:
     yield
 
 
+class _NoGraph:
+    """Stands in for ``torch.cuda.CUDAGraph``; see `_run_once`."""
+
+    def replay(self) -> None:
+        pass
+
+    reset = replay
+
+
 class _Device:
     """Stands in for the clock of a GPU. A spin delays its events; work takes as long as it takes the host."""
 
@@ -231,8 +240,7 @@ def gpu_on_cpu() -> Iterator[None]:
     """A context in which gradwire runs bucket algorithms on CPU tensors with its `StreamExecutor`, as on a GPU.
 
     It applies to process groups whose first hook runs in it. Timings are those of the CPU, after spins that take no
-    time. Graphs of `PowerSGDState(cuda_graphs=True)` are recorded and replayed (`graph_on_cpu`). Work in
-    ``torch.cuda.graph`` runs once, in the capture, and its replays take no time.
+    time. Work in ``torch.cuda.graph`` runs once, in the capture, and its replays take no time.
     """
     device = _Device()
     with ExitStack() as patches:
@@ -246,6 +254,7 @@ def gpu_on_cpu() -> Iterator[None]:
             (torch.cuda, "_maybe_exchange_device", _nothing),
             (torch.cuda, "is_current_stream_capturing", lambda: False),
             (torch.cuda, "graph", _run_once),
+            (torch.cuda, "CUDAGraph", _NoGraph),
             (torch.cuda, "Event", device.event),
             (torch.cuda, "_sleep", device.spin),
             (torch.cuda, "synchronize", device.synchronize),

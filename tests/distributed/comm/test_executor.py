@@ -50,10 +50,9 @@ def test_tasks_in_flight_use_separate_workspaces():
     assert len({address for _, address in everywhere[0]}) == MAX_TASKS_IN_FLIGHT
 
 
-def new_executor(group=None):
+def new_executor():
     """An executor of this run's own, which may fail."""
-    group = group or dist.new_group()
-    return connections.connections_of(group).executor(CPU)
+    return connections.connections_of(dist.new_group()).executor(CPU)
 
 
 @on_ranks(2, 3)

@@ -209,9 +209,6 @@ def test_infinite_result_of_a_failed_step_stays_out_of_the_error_memory(kind):
     assert are_finite and all(are_finite)
 
 
-# --- whose error
-
-
 # --- connections
 
 

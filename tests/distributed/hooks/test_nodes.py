@@ -177,6 +177,3 @@ def test_errors_of_every_place_on_a_node_stay_if_one_gradient_is_not_finite():
     hook.remove()
     train_steps(ddp, 1, generator)
     assert all(not torch.equal(*pair) for pair in zip(state.memory.residuals(), before, strict=True))
-
-
-# --- faults

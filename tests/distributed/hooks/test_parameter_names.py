@@ -166,9 +166,6 @@ def test_unregistered_state_does_not_take_names_of_another_live_model(kind, wrap
     assert state.names.module is module
 
 
-# --- options by name
-
-
 # --- compiled models
 
 

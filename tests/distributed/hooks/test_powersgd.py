@@ -106,9 +106,6 @@ def test_law1_gradients_of_many_steps_equal_results_and_remaining_errors(worlds,
         assert ((gradient - result - error).abs() <= bound * NEARLY_ONE).all()
 
 
-# --- law 2: ranks agree bitwise
-
-
 # --- law 3: no compression, no change
 
 
@@ -248,6 +245,3 @@ def test_matrix_with_overflowing_products_is_skipped_as_nonfinite():
     assert_same_bits(memory_of(bad, "weights.0"), memory_of(before, "weights.0"))
     assert bad.gradients[1].isfinite().all()
     assert after.gradients[0].isfinite().all()
-
-
-# --- any list of gradients

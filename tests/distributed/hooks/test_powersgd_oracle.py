@@ -132,9 +132,9 @@ def averaged(gradients, steps=1, algorithm=powersgd_all_reduce, **options):
     return results, bucket
 
 
-def low_rank_matrix(seed, rows=40, columns=70, rank=4):
+def low_rank_matrix(seed):
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(rows, rank, generator=generator) @ torch.randn(rank, columns, generator=generator)
+    return torch.randn(40, 4, generator=generator) @ torch.randn(4, 70, generator=generator)
 
 
 @wires

@@ -161,6 +161,3 @@ def test_stack_that_does_not_fit_raises(layout):
     with pytest.raises(ValueError, match=r"stacks asks for 3 matrices in blocks\.qkv.*expected") as error:
         LowRankPolicy(stacks={"*.qkv": 3}).matrix_shape("blocks.qkv", layout)
     assert str(tuple(layout.shape)) in str(error.value)
-
-
-# --- the paper's table

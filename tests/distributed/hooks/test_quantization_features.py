@@ -22,9 +22,6 @@ from tests.support.zoo import Probe
 
 wrappers = pytest.mark.parametrize("wrapper", WRAPPERS)
 
-# --- features of DDP
-
-
 # --- PyTorch's hooks
 
 PYTORCH_HOOKS = {"pertensor": quantization_pertensor_hook, "perchannel": quantization_perchannel_hook}

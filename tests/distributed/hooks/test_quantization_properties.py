@@ -150,6 +150,3 @@ def test_law5_non_finite_element_reaches_all_ranks_and_no_error_changes(wire, ca
     for k, result in enumerate(results[0]):
         assert k == parameter or result.isfinite().all()
     assert_same_bits(run.errors(), before)
-
-
-# --- random numbers

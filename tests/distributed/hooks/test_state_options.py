@@ -39,7 +39,6 @@ BAD_OPTIONS = {
         "factor_dtype": ["bfloat16", torch.float16, torch.int8, 16, True],
         "alternating": NO_FLAG,
         "precision": ["ieee", "TF32", None, 32, torch.float32],
-        "cuda_graphs": NO_FLAG,
         "factor_wire": ["INT8", "int2", "fp32", 8, torch.int8, True],
     },
     QuantizationState: {
@@ -51,7 +50,6 @@ BAD_OPTIONS = {
         "wires": [("*", "int4"), "int4", {"*": "int3"}, {"*": None}, {3: "int4"}],
         "error_dtype": ["float32", torch.float16, torch.float64, None, 32],
         "seed": NO_WHOLE_NUMBER,
-        "cuda_graphs": NO_FLAG,
     },
     ScaledCastState: SCALING,
     DelayedScaling: SCALING,

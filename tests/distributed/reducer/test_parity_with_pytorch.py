@@ -8,6 +8,7 @@ from torch import nn
 from tests.support.features import assert_parity, views
 from tests.support.ranks import from_all_ranks, on_ranks
 from tests.support.training import MODELS, SMALL, SMALLEST, WRAPPERS, build, gradients, register, train
+from tests.support.zoo import Probe
 
 clearings = pytest.mark.parametrize("set_to_none", [True, False], ids=["to-none", "to-zero"])
 
@@ -57,6 +58,72 @@ def assign_odd_gradients(module):
 def test_law4_assigned_gradients_of_odd_strides_match_pytorch(model, view, set_to_none):
     options = {"gradient_as_bucket_view": view, "set_to_none": set_to_none, "bucket_cap_mb": SMALL}
     assert_parity(train, model=model, prepare=assign_odd_gradients, **options)
+
+
+def identity_of_assigned_gradients(wrapper, view):
+    """Whether each tensor that a user assigned still is the gradient, and whether it has its values."""
+    module = build("mlp")
+    ddp = WRAPPERS[wrapper](module, gradient_as_bucket_view=view, bucket_cap_mb=SMALL)
+    kept = []
+    for _ in range(3):
+        assigned = [torch.zeros_like(parameter) for parameter in module.parameters()]
+        for parameter, gradient in zip(module.parameters(), assigned, strict=True):
+            parameter.grad = gradient
+        ddp(torch.ones(2, 11) * dist.get_rank()).backward()
+        for parameter, gradient in zip(module.parameters(), assigned, strict=True):
+            kept.append((parameter.grad is gradient, torch.equal(parameter.grad, gradient)))
+    return kept
+
+
+@views
+@on_ranks(2, 3)
+def test_law4_assigned_gradients_stay_the_users_tensors_as_in_pytorch(view):
+    assert_parity(identity_of_assigned_gradients, view=view)
+
+
+class Undefined(torch.autograd.Function):
+    """Gives its second argument no gradient."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        return x + weight.sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+class UndefinedGradients(Probe):
+    """The gradient of weight 1 is undefined on rank 0, that of weight 2 on all ranks."""
+
+    def __init__(self):
+        super().__init__(5, 6, 7)
+
+    def forward(self, *inputs):
+        loss = super().forward(*inputs[:1], *(0 * x for x in inputs[1:]))
+        first, second, third = (weight.sum() for weight in self.weights)
+        del second, third
+        if dist.get_rank() == 0:
+            loss = Undefined.apply(first * inputs[0].sum(), self.weights[1])
+        else:
+            loss = (self.weights[0] * inputs[0]).sum() + (self.weights[1] * inputs[1]).sum()
+        return Undefined.apply(loss, self.weights[2])
+
+    @staticmethod
+    def batch(generator):
+        return tuple(torch.randn(size, generator=generator) for size in (5, 6, 7))
+
+
+def undefined_gradients(wrapper, **options):
+    return train(wrapper, UndefinedGradients(), **options)
+
+
+@clearings
+@views
+@on_ranks(2, 3)
+def test_law4_undefined_gradients_match_pytorch(view, set_to_none):
+    options = {"gradient_as_bucket_view": view, "set_to_none": set_to_none, "bucket_cap_mb": SMALLEST}
+    assert_parity(undefined_gradients, **options)
 
 
 # Steps of unusual loops: each takes the wrapped model, a function that draws a batch, and the number of the step.

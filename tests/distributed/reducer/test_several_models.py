@@ -15,13 +15,15 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_p
 import gradwire
 from gradwire.comm import connections
 from gradwire.hooks import default_hooks, powerSGD_hook, quantization_hooks
+from gradwire.hooks._bucket import zero_copy
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
-from tests.support.bits import assert_same_bits
+from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
 from tests.support.ranks import from_all_ranks, on_ranks
 from tests.support.training import (
     WRAPPERS,
     build,
     error_of,
+    failing_hook,
     gradients,
     own_batches,
     plainly_named,
@@ -69,6 +71,15 @@ def test_one_hook_for_two_models_in_one_backward_averages_both(hook, wrapper):
     assert_same_bits(together, [list(pair) for pair in zip(*apart, strict=True)])
 
 
+@zero_copy
+def straggling_hook(state, bucket):
+    """fp16, which on rank 0 returns only once its result is there, so that the other wrapper's hook comes late."""
+    future = default_hooks.fp16_compress_hook(state, bucket)
+    if dist.get_rank() == 0:
+        future.wait()
+    return future
+
+
 class Head(torch.nn.Module):
     def __init__(self, shared):
         super().__init__()
@@ -77,6 +88,29 @@ class Head(torch.nn.Module):
 
     def forward(self, x):
         return self.own(self.shared(x)).square().sum()
+
+
+def train_with_shared_layer(first, second, hook):
+    """Gradients of two models that share a layer, after one backward through both."""
+    torch.manual_seed(0)
+    shared = torch.nn.Linear(4, 4)
+    hooks = ((None, straggling_hook), hook) if hook is not None else (None, None)
+    models = [wrapped(name, Head(shared), hook=each) for name, each in zip((first, second), hooks, strict=True)]
+    x = torch.randn(3, 4, generator=own_batches())
+    seen = []
+    for _ in range(10):
+        for ddp in models:
+            ddp.zero_grad()
+        sum(ddp(x) for ddp in models).backward()
+        seen.append([gradients(ddp) for ddp in models])
+    return seen
+
+
+@pytest.mark.parametrize("pair", [("gradwire", "gradwire"), ("gradwire", "pytorch"), ("pytorch", "gradwire")])
+@pytest.mark.parametrize("hook", [None, "fp16"])
+@on_ranks(2)
+def test_layer_shared_by_two_wrappers_has_pytorchs_gradients(hook, pair):
+    assert_same_bits(train_with_shared_layer(*pair, hook), train_with_shared_layer("pytorch", "pytorch", hook))
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
@@ -161,6 +195,38 @@ def test_hook_with_other_ranks_than_its_ddp_raises(hook, wrapper, group_of_hook)
     assert "would be averaged over other ranks than its parameters" in text
     assert "model.process_group" in text
     assert seen == []
+
+
+def fail_on_rank_1(ddp):
+    """The error of a step whose hook fails on rank 1."""
+    with failing_hook(ddp, 1 if dist.get_rank() == 1 else -1):
+        return error_of(train_steps, ddp)[0]
+
+
+@pytest.mark.parametrize("hook", STATES)
+@on_ranks(2, limit=90)
+def test_hook_in_another_group_of_the_same_ranks_starts_again_with_its_ddp(hook):
+    group, twin = dist.new_group(), dist.new_group()
+    make, function = STATES[hook]
+    ddp = wrapped(group=group, hook=(make(twin), function))
+    train_steps(ddp, 3)
+    assert fail_on_rank_1(ddp) == ["RuntimeError", "Fault"][dist.get_rank()]
+    ddp.resynchronize()
+    assert_same_on_all_ranks(from_all_ranks(train_steps(ddp, 3)))
+
+
+@pytest.mark.parametrize("hook", ["cast state", "int4", "powersgd", "scaled"])
+@on_ranks(3, limit=60)
+def test_other_ranks_assigned_to_a_registered_state_raise(hook):
+    half = half_of_three()
+    make, function = STATES[hook]
+    state = make(None)
+    ddp = wrapped(hook=(state, function))
+    train_steps(ddp)
+    state.process_group = half
+    kind, text = error_of(train_steps, ddp)
+    assert kind == "ValueError"
+    assert "would be averaged over other ranks than its parameters" in text
 
 
 @pytest.mark.parametrize("second", WRAPPERS)
@@ -289,3 +355,25 @@ def test_failure_while_another_thread_connects_raises_in_that_thread(use):
             assert kind == "RuntimeError"
             assert "the other thread failed" in text
     assert len(made) == n_made
+
+
+@on_ranks(2)
+def test_two_threads_on_groups_of_their_own_train():
+    errors, seen = train_in_two_threads("gradwire", default_hooks.fp16_compress_hook, same_group=False)
+    assert errors == [None, None]
+    assert_same_on_all_ranks(from_all_ranks(seen))
+
+
+@on_ranks(2)
+def test_forward_in_a_helper_thread_and_one_backward_train():
+    group = dist.new_group()
+    models = [wrapped(seed=seed, group=group) for seed in range(2)]
+    losses = [None, None]
+
+    def forward(k):
+        losses[k] = models[k](*models[k].module.batch(own_batches(k)))
+
+    forward(0)
+    in_threads(partial(forward, 1))
+    sum(losses).backward()
+    assert_same_on_all_ranks(from_all_ranks([gradients(ddp) for ddp in models]))

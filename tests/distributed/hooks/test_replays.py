@@ -1,0 +1,328 @@
+"""Steps that are recorded and replayed, as on a GPU, have the bits of steps that run in full.
+
+The ranks run the kernels in Triton's interpreter, where they read addresses in device memory, as on a GPU.
+"""
+
+from contextlib import ExitStack
+from functools import cache
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gradwire.comm.stream_executor import StreamExecutor
+from gradwire.comm.transport import GroupTransport
+from gradwire.hooks import _plans, default_hooks
+from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
+from gradwire.testing import _world
+from tests.support.bits import assert_same_bits
+from tests.support.harness import World
+from tests.support.ranks import on_ranks
+from tests.support.rehearsal import gpu_on_cpu, register_backend
+from tests.support.training import WRAPPERS, Fault, register
+
+WARM_UP = 1
+SHAPES = [(12, 8), (5,), (6, 10)]
+ONE_BUCKET, TWO_BUCKETS = 1.0, 0.0002  # MiB
+
+
+@pytest.fixture(scope="module")
+def world(request, tmp_path_factory):
+    """Ranks whose kernels run in Triton's interpreter. Imports choose it, so the ranks have servers of their own."""
+    environment = {"TRITON_INTERPRET": "1", "GRADWIRE_KERNELS": "auto"}
+    with (
+        mock.patch.dict(_world.ENVIRONMENT, environment),
+        mock.patch.object(_world, "fork_server", cache(_world.fork_server.__wrapped__)),
+    ):
+        opened = World(request.param, tmp_path_factory.mktemp("interpreted"))
+        yield opened
+        opened.close()
+
+
+class Fed(nn.Module):
+    """Parameters whose gradients are the inputs; an input that is None leaves its parameter unused."""
+
+    def __init__(self, shapes):
+        super().__init__()
+        self.weights = nn.ParameterList(torch.zeros(shape) for shape in shapes)
+
+    def forward(self, *inputs):
+        return sum((w * x).sum() for w, x in zip(self.weights, inputs, strict=True) if x is not None)
+
+
+def int4(**options):
+    return lambda group: (
+        QuantizationState(group, "int4", **{"start_iter": 0, "exempt": ()} | options),
+        quantization_hook,
+    )
+
+
+def powersgd(**options):
+    return lambda group: (PowerSGDState(group, 4, 2, min_compression_rate=1, **options), powerSGD_hook)
+
+
+def cast(state=None, hook="fp16_compress_hook"):
+    return lambda group: (group if state is None else state(group), getattr(default_hooks, hook))
+
+
+class Run:
+    """Training on two ranks with the code path of a GPU, on gradients that lie at other addresses in each step.
+
+    Attributes:
+        gradients: gradients after each step.
+        replays: number of replayed buckets in each step.
+    """
+
+    def __init__(self, make, replays, wrapper="gradwire", shapes=SHAPES, cap=ONE_BUCKET, **options):
+        self._stack = ExitStack()
+        enter = self._stack.enter_context
+        enter(gpu_on_cpu())
+        self.with_replays = replays
+        self.patch(_plans, "WARM_UP_STEPS", WARM_UP if replays else 10**9)
+        self._replay = enter(
+            mock.patch.object(StreamExecutor, "replay", autospec=True, side_effect=StreamExecutor.replay)
+        )
+        self.group = dist.new_group(backend=register_backend())
+        self.shapes = shapes
+        self.ddp = WRAPPERS[wrapper](Fed(shapes), process_group=self.group, bucket_cap_mb=cap, **options)
+        self.state = None if make is None else register(self.ddp, make(self.group))
+        self._generator = torch.Generator().manual_seed(dist.get_rank())
+        self._kept, self.gradients, self.replays = [], [], []
+
+    def patch(self, owner, name, value):
+        self._stack.enter_context(mock.patch.object(owner, name, value))
+
+    def inputs(self, is_nan=False, unused=()):
+        inputs = [torch.randn(shape, generator=self._generator) for shape in self.shapes]
+        if is_nan and dist.get_rank() == 0:
+            inputs[0].view(-1)[0] = torch.nan
+        return [None if i in unused else each for i, each in enumerate(inputs)]
+
+    def step(self, **options):
+        before = self._replay.call_count
+        self.ddp.zero_grad()
+        self.ddp(*self.inputs(**options)).backward()
+        self.note(before)
+
+    def note(self, before):
+        self.replays.append(self._replay.call_count - before)
+        grads = [parameter.grad for parameter in self.ddp.parameters()]
+        self._kept.append(grads)  # the next ones get other addresses
+        self.gradients.append([None if grad is None else grad.clone() for grad in grads])
+
+    def end(self):
+        """All that must be equal with and without replays."""
+        memory = getattr(self.state, "memory", None)
+        tensors = {entry: memory.tensors(entry) for entry in memory.declared} if memory else {}
+        outcome = self.gradients, {e: {k: t.clone() for k, t in each.items()} for e, each in tensors.items()}
+        self._stack.close()
+        dist.destroy_process_group(self.group)
+        return outcome
+
+
+BITS = {
+    "no hook": None,
+    "fp16": cast(),
+    "int4, mixed formats": int4(exempt=("*.2",)),
+    "int4, bf16 errors": int4(error_dtype=torch.bfloat16),
+    "int8": int4(wires={"*": "int8"}),
+    "PowerSGD": powersgd(),
+    "PowerSGD, alternating": powersgd(alternating=True),
+    "PowerSGD, int8 factors": powersgd(factor_wire="int8"),
+    "PowerSGD, no error feedback": powersgd(use_error_feedback=False),
+}
+DDPS = {
+    "gradwire": {},
+    "gradwire, views": {"gradient_as_bucket_view": True},
+    "gradwire, static graph": {"static_graph": True},
+    "gradwire, find unused": {"find_unused_parameters": True},
+    "pytorch": {"wrapper": "pytorch"},
+    "pytorch, views": {"wrapper": "pytorch", "gradient_as_bucket_view": True},
+}
+ON_ALL = ("fp16", "int4, mixed formats")  # the others on gradwire's DDP and, slowly, on PyTorch's
+CASES = [
+    pytest.param(hook, ddp, marks=[pytest.mark.slow] * (hook not in ON_ALL and ddp != "gradwire"))
+    for hook in BITS
+    for ddp in DDPS
+    if (hook in ON_ALL or "," not in ddp) and not (hook == "no hook" and "pytorch" in ddp)
+]
+
+
+@pytest.mark.parametrize(("hook", "ddp"), CASES)
+@on_ranks(2)
+def test_replays_give_the_bits_of_full_steps(hook, ddp):
+    outcomes = []
+    steps = 9 if "alternating" in hook else 7
+    for replays in (False, True):
+        run = Run(BITS[hook], replays, cap=TWO_BUCKETS, **DDPS[ddp])
+        for step in range(steps):
+            run.step(is_nan=step == steps - 2)
+        assert run.replays[-3:] == [2 * replays] * 3, run.replays
+        outcomes.append(run.end())
+    assert_same_bits(*outcomes)
+
+
+@on_ranks(2)
+def test_hook_with_an_operator_of_pytorch_is_not_replayed():
+    run = Run(powersgd(warm_start=False), replays=True)
+    for _ in range(6):
+        run.step()
+    run.end()
+    assert sum(run.replays[3:]) == 0
+
+
+# --- what may change between two steps
+
+
+class Scale:
+    """A gradient scaler."""
+
+    def __init__(self):
+        self.scale = 4.0
+
+    def get_scale(self):
+        return self.scale
+
+
+def assign_option(run):
+    run.state.wire = "int8"
+
+
+def modify_dictionary(run):
+    run.state.wires["weights.0"] = "int8"
+
+
+def set_step(run):
+    run.state.iter = 100
+
+
+def load(run):
+    if not hasattr(run, "saved"):
+        run.saved = run.state.state_dict()
+    else:
+        run.state.load_state_dict(run.saved)
+
+
+def assign_group(run):
+    run.state.process_group = dist.new_group(backend=register_backend())
+
+
+def observe(run):
+    run.state.observe(every=1)
+
+
+def follow_scaler(run):
+    if run.state.memory.scaler is None:
+        run.state.follow_scaler(Scale())
+    else:
+        run.state.memory.scaler.scale /= 2
+
+
+def sum_in_fp32(run):
+    run.state.accumulate = "fp32"
+
+
+def set_local_size(run):
+    run.state.local_size = 2
+
+
+def other_layout(run):
+    weight = run.ddp.module.weights[0]
+    weight.data = weight.data.contiguous(memory_format=torch.channels_last)
+
+
+def train_another(run):
+    if not hasattr(run, "other"):
+        other = run.other = WRAPPERS["gradwire"](Fed([(40, 50)]), process_group=run.group)
+        register(other, cast(lambda group: default_hooks.CastState(group))(run.group))
+    run.other(torch.ones(40, 50)).backward()
+
+
+def accumulate(run):
+    with run.ddp.no_sync():
+        run.ddp(*run.inputs()).backward()
+
+
+def capture(run):
+    """From now on, the current stream is captured in a CUDA graph."""
+    run.patch(torch.cuda, "is_current_stream_capturing", lambda: True)
+
+
+def fail(run):
+    """The third collective raises on rank 0; then all ranks go on."""
+    calls, before = [], GroupTransport.run
+
+    def failing(transport, collective):
+        calls.append(collective)
+        if len(calls) == 3 and dist.get_rank() == 0:
+            raise Fault("expected")
+        before(transport, collective)
+
+    called = run._replay.call_count
+    with mock.patch.object(GroupTransport, "run", failing), pytest.raises((Fault, RuntimeError)):
+        run.step()
+    assert len(calls) == 3, "no collectives after the first failure"
+    assert run._replay.call_count - called == 2 * run.with_replays
+    run.ddp.resynchronize()
+
+
+def nothing(run):
+    pass
+
+
+# The hook, what happens before each of the steps from the fifth on, the replays in them, and options of `Run`.
+STATE = cast(default_hooks.CastState)
+BF16 = int4(error_dtype=torch.bfloat16)
+CHANGES = {
+    "option": (int4(), [assign_option], [0, 0, 1], {}),
+    "dictionary in place": (int4(wires={"weights.1": "int8"}), [modify_dictionary], [0, 0, 1], {}),
+    "step number": (BF16, [set_step], [0, 0, 1], {}),
+    "checkpoint": (int4(), [load, load], [1, 0, 0, 1], {}),
+    "process group": (int4(), [assign_group], [0, 0, 1], {"wrapper": "pytorch"}),
+    "telemetry": (STATE, [observe, lambda run: run.state.stop_observing()], [0, 0, 0, 1], {}),
+    "scaler": (int4(), [follow_scaler] * 3, [1, 1, 1], {}),
+    "first compressed step": (int4(start_iter=4), [], [0, 0, 1], {}),
+    "accumulate": (STATE, [sum_in_fp32], [0, 0, 0], {}),
+    "local size": (STATE, [set_local_size], [0, 0, 1], {}),
+    "memory format": (int4(), [other_layout], [0, 0, 1], {"wrapper": "pytorch", "shapes": [(4, 3, 2, 2), (5,)]}),
+    "another model": (int4(), [train_another] * 3, [1, 1, 1], {}),
+    "accumulation": (int4(), [accumulate] * 2, [1, 1], {}),
+    "capture": (STATE, [capture], [0, 0], {}),
+    "failure": (int4(), [fail], [0, 0, 0, 2], {"cap": TWO_BUCKETS}),
+    "skipped bucket": (STATE, [nothing], [0, 1, 2, 2], {"cap": TWO_BUCKETS, "find_unused_parameters": True}),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@on_ranks(2)
+def test_change_between_two_steps_has_the_effect_that_it_has_without_replays(change):
+    hook, actions, expected, options = CHANGES[change]
+    outcomes = []
+    for replays in (False, True):
+        run = Run(hook, replays, **options)
+        for _ in range(4):
+            run.step()
+        assert run.replays[-1] == replays * len(run.ddp.reducer.buckets if "wrapper" not in options else [0])
+        for step in range(len(expected)):
+            for action in actions[step : step + 1]:
+                action(run)
+            run.step(unused=(0, 1) if change == "skipped bucket" and step == 0 else ())
+        assert run.replays[4:] == [n * replays for n in expected], run.replays
+        outcomes.append(run.end())
+    assert_same_bits(*outcomes)
+
+
+@on_ranks(2)
+def test_ranks_without_inputs_change_the_divisor():
+    outcomes = []
+    for replays in (False, True):
+        run = Run(None, replays)
+        with run.ddp.join():
+            for _ in range(5 if dist.get_rank() == 0 else 3):
+                run.step()
+        assert run.replays[3:] in ([], [0, 0])
+        outcomes.append(run.end())
+    assert_same_bits(*outcomes)
