@@ -34,10 +34,7 @@ from gradwire.kernels.matrix_table import (
     Operands,
     Uncompressed,
     chunks,
-    padded_rank,
-    sides,
     strips,
-    tiling,
 )
 from gradwire.kernels.segment_table import CHUNK_NUMEL
 
@@ -358,14 +355,14 @@ def _sum_partials_kernel(
 
 def dot_precision(table: MatrixTable) -> str | None:
     """The precision of `tl.dot`, or None where products are formed without it, in fp32."""
-    if padded_rank(table) <= ELEMENTWISE_RANK:
+    if table.padded_rank <= ELEMENTWISE_RANK:
         return None
     return "tf32" if table.precision == "tf32" and has_tf32(table.device) else "ieee"
 
 
 def _strip_arguments(operands: Operands, to_p: bool) -> dict[str, Any]:
     """The arguments that the kernels whose programs work through strips have in common."""
-    table, cut = operands.table, tiling(operands.table)
+    table, cut = operands.table, operands.table.tiling
     strip_table = table.on_device.get(("strips", to_p), table.device, lambda: strips(table, to_p))
     return {
         "addresses_ptr": table.on_device_addresses(operands.addresses),
@@ -375,7 +372,7 @@ def _strip_arguments(operands: Operands, to_p: bool) -> dict[str, Any]:
         "n_programs": strip_table.shape[1],
         "SOURCE": triton_dtype(table.dtype),
         "HAS_ERROR": operands.error is not None,
-        "RANK": padded_rank(table),
+        "RANK": table.padded_rank,
         "ROWS": cut.rows,
         "COLUMNS": cut.columns,
     }
@@ -386,7 +383,7 @@ def _multiply(operands: Operands, factor: Tensor, out: Tensor, scale: float, to_
     table, pack = operands.table, operands.uncompressed
     if pack is not None and pack.sent_with is not (table.p if to_p else table.q):
         pack = None
-    last, precision = sides(table, to_p)[-1], dot_precision(table)
+    last, precision = table.sides[to_p][-1], dot_precision(table)
     partials = torch.empty(last.start + last.n_strips * last.size, dtype=torch.float32, device=table.device)
     chunk_table = table.on_device.get(("chunks", to_p), table.device, lambda: chunks(table, to_p, SUM_NUMEL))
     n_sums, n_packs = chunk_table.shape[1], 0 if pack is None else pack.table.n_chunks
@@ -399,7 +396,7 @@ def _multiply(operands: Operands, factor: Tensor, out: Tensor, scale: float, to_
             KEEP=operands.keep,
             PRECISION=precision,
             DOT_WIDTH=DOT_WIDTH,
-            num_warps=4 if padded_rank(table) <= (32 if precision == "tf32" else 16) else 8,
+            num_warps=4 if table.padded_rank <= (32 if precision == "tf32" else 16) else 8,
             num_stages=STAGES if to_p else STAGES_TO_Q.get((table.dtype.itemsize, precision), STAGES),
             **strip_arguments,
         )
@@ -737,7 +734,7 @@ NO_ROWS: dict[str, Any] = {
 def reconstruct_triton(operands: Operands, p: Tensor, q: Tensor, finite: Tensor) -> None:
     """`reconstruct` in one launch; with a renewal in two: norms and unpacking, then matrices and factors."""
     table, renewal = operands.table, operands.renewal
-    is_elementwise = padded_rank(table) <= ELEMENTWISE_RANK
+    is_elementwise = table.padded_rank <= ELEMENTWISE_RANK
     with torch.cuda.device_of(p):
         row_arguments: Mapping[str, Any] = {"finite_ptr": finite, **NO_ROWS}
         if renewal is not None:

@@ -142,6 +142,8 @@ class MatrixTable:
         p: layout of the P factors.
         q: layout of the Q factors.
         largest_rank: largest rank of a matrix.
+        padded_rank: rank that the kernels are compiled for; beyond `ELEMENTWISE_RANK` at least 16, as `tl.dot` demands.
+        tiling: how the kernels cut the matrices.
         keys: keys of the matrices' random columns.
         block_rows: rows of each matrix that the CPU paths handle at once: as many as stay in cache.
         fits_triton: False for fp64, ranks above `MAX_RANK`, and rows of more than `MAX_COLUMNS` elements.
@@ -170,6 +172,8 @@ class MatrixTable:
         self.p = FactorLayout(ranks, [matrix.rows for matrix in matrices])
         self.q = FactorLayout(ranks, [matrix.columns for matrix in matrices])
         self.largest_rank = max(ranks)
+        self.padded_rank = next_power_of_2(self.largest_rank)
+        self.tiling = ELEMENTWISE if self.padded_rank <= ELEMENTWISE_RANK else DOT
         self.keys = [matrix.key for matrix in matrices]
         self.block_rows = [max(1, min(matrix.rows, CPU_BLOCK_NUMEL // matrix.columns)) for matrix in matrices]
         self.on_device = ProgramTables()
@@ -190,6 +194,11 @@ class MatrixTable:
         On a CPU it saves no read: the CPU paths copy M into their scratch in any case, and add there at no cost.
         """
         return self.dtype == self.compute and self.can_use_triton()
+
+    @cached_property
+    def sides(self) -> dict[bool, list[Side]]:
+        """A `Side` for each matrix, in the products for P (True) and for Q (False)."""
+        return {to_p: _sides(self, to_p) for to_p in (True, False)}
 
     def packed(self) -> Tensor:
         """Rows, columns, ranks and offsets of P and of Q, on the device: int64 [5, matrices]."""
@@ -212,16 +221,6 @@ class MatrixTable:
         return [memory.as_strided(size, (size[1] + ROW_GAP_NUMEL, 1)) for size in sizes]
 
 
-def padded_rank(table: MatrixTable) -> int:
-    """The rank that the kernels are compiled for; beyond `ELEMENTWISE_RANK` at least 16, as `tl.dot` demands."""
-    return next_power_of_2(table.largest_rank)
-
-
-def tiling(table: MatrixTable) -> Tiling:
-    """How these matrices are cut."""
-    return ELEMENTWISE if padded_rank(table) <= ELEMENTWISE_RANK else DOT
-
-
 class Side(NamedTuple):
     """How a product cuts one matrix into strips, each of which gives a partial sum of a factor."""
 
@@ -233,9 +232,9 @@ class Side(NamedTuple):
     start: int  # of the first partial sum
 
 
-def sides(table: MatrixTable, to_p: bool) -> list[Side]:
+def _sides(table: MatrixTable, to_p: bool) -> list[Side]:
     """A `Side` for each matrix."""
-    cut, found, start = tiling(table), [], 0
+    cut, found, start = table.tiling, [], 0
     tile, wanted = (cut.columns, cut.strip_columns) if to_p else (cut.rows, cut.strip_rows)
     for m in table.matrices:
         along, across = (m.rows, m.columns) if to_p else (m.columns, m.rows)
@@ -251,10 +250,10 @@ def strips(table: MatrixTable, to_p: bool) -> list[tuple[int, int, int, int, int
     Fields: matrix; first row for P, or column for Q; first and last column of the strip for P, or row for Q; start of
     the partial sum.
     """
-    block = tiling(table).rows if to_p else tiling(table).columns
+    block = table.tiling.rows if to_p else table.tiling.columns
     return [
         (i, first, begin, min(begin + side.strip, side.across), side.start + k * side.size)
-        for i, side in enumerate(sides(table, to_p))
+        for i, side in enumerate(table.sides[to_p])
         for first in range(0, side.along, block)
         for k, begin in enumerate(range(0, side.across, side.strip))
     ]
@@ -269,7 +268,7 @@ def chunks(table: MatrixTable, to_p: bool, chunk: int) -> list[tuple[int, int, i
     offsets = (table.p if to_p else table.q).offsets
     return [
         (first, side.size, side.n_strips, side.start, offset)
-        for side, offset in zip(sides(table, to_p), offsets, strict=True)
+        for side, offset in zip(table.sides[to_p], offsets, strict=True)
         for first in range(0, side.size, chunk)
     ]
 
