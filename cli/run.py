@@ -35,7 +35,7 @@ from gradwire.hooks._bucket import CommHook, GradBucket
 from gradwire.hooks.default_hooks import CastState
 from gradwire.hooks.hook_state import HookSettings, HookState
 from gradwire.kernels import WIRE_FORMATS
-from gradwire.planner.hook_registry import HOOKS, Registration
+from gradwire.planner.hook_registry import HOOKS, QUANTIZED, Registration
 from gradwire.planner.jobs import JobError
 from gradwire.planner.probe import PLAIN
 from gradwire.planner.recommend import advise
@@ -57,7 +57,7 @@ BUILTIN = {
     dist.BuiltinCommHookType.FP16_COMPRESS: torch_hooks.fp16_compress_hook,  # type: ignore[attr-defined]
 }
 # Wire formats of FSDP2's reduce-scatter by the hook that sends the same bits
-WITHIN = {name: name for name in ("bf16", "fp16", "int8", "int4", "int2", "sign")} | {"fp8": "fp8_e4m3"}
+WITHIN = {"bf16": "bf16", "fp16": "fp16"} | QUANTIZED
 _PATCHED = ("__init__", "register_comm_hook", "_register_builtin_comm_hook")
 
 

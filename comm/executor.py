@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.futures import Future, collect_all
 
 from gradwire.comm.groups import DESTROY_SECONDS, destroy
+from gradwire.comm.plan import Plan
 from gradwire.comm.store_collectives import POLL_SECONDS
 from gradwire.comm.transport import Algorithm, Driver, GroupTransport, Transport
 
@@ -53,7 +54,8 @@ class Workspace:
     """One buffer that buckets reuse in turn, sized for the largest bucket of the last ``STEPS_BEFORE_SHRINKING`` steps.
 
     On a GPU, queued kernels may still read a buffer that was replaced: `Tensor.record_stream` keeps its memory until
-    they are done. A CUDA graph or a `Plan` repeats addresses: their buffers live as long as the workspace.
+    they are done. A CUDA graph or a `Plan` repeats addresses: a captured buffer lives as long as the workspace, that of
+    a plan as long as the plan.
 
     Args:
         device: device of the buffer.
@@ -65,7 +67,8 @@ class Workspace:
         self._device = device
         self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
         self._peaks: deque[int] = deque(maxlen=self.STEPS_BEFORE_SHRINKING)
-        self._kept: list[Tensor] = []  # buffers whose addresses a CUDA graph or a plan may hold
+        self._captured: list[Tensor] = []  # buffers whose addresses a CUDA graph may hold
+        self._plans: weakref.WeakSet[Plan] = weakref.WeakSet()  # plans that hold addresses of their ``buffer``
 
     @property
     def nbytes(self) -> int:
@@ -99,17 +102,17 @@ class Workspace:
             self._buffer = self._buffer.new_empty(nbytes)
         if self._device.type == "cuda":
             self._buffer.record_stream(torch.cuda.current_stream(self._device.index))
-            if self._is_capturing():
-                self.keep_buffer()
+            if self._is_capturing() and not self._is_kept():
+                self._captured.append(self._buffer)
         wires = []
         for start, (numel, dtype) in zip(starts, sizes, strict=True):
             wires.append(self._buffer[start : start + numel * dtype.itemsize].view(dtype))
         return wires
 
-    def keep_buffer(self) -> None:
-        """Keep the current buffer as long as the workspace, and do not shrink it."""
-        if not self._is_kept():
-            self._kept.append(self._buffer)
+    def keep_buffer(self, plan: Plan) -> None:
+        """Let a plan own the current buffer, which is not shrunk while the plan lives."""
+        plan.buffer = self._buffer
+        self._plans.add(plan)
 
     def _is_capturing(self) -> bool:
         if self._device.type != "cuda":
@@ -118,7 +121,8 @@ class Workspace:
             return torch.cuda.is_current_stream_capturing()
 
     def _is_kept(self) -> bool:
-        return any(buffer is self._buffer for buffer in self._kept)
+        buffers = [*self._captured, *(plan.buffer for plan in self._plans)]
+        return any(buffer is self._buffer for buffer in buffers)
 
 
 class Task(NamedTuple):

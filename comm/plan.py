@@ -38,6 +38,7 @@ class Plan:
         name: name of its profiler range.
         parts: bound launches up to each collective, and the collective; the last part has none.
         is_complete: whether all parts are recorded, and nothing of them is missing.
+        buffer: that of the workspace, whose addresses the calls hold.
         operator: an operator of PyTorch for which the step cannot be replayed; None: there is none.
         begin, sent, done, ended: events of the latest replay: the gradients are ready; the kernels before a collective
             are enqueued; the collective; all kernels.
@@ -57,6 +58,7 @@ class Plan:
         self.is_complete = False
         self.operator: str | None = None
         self._record, self._refresh, self._gradients = record, refresh, gradients
+        self.buffer: Tensor | None = None
         self._addresses: list[int] | None = None  # of the gradients, if calls or collectives hold them
         self._kept: list[Tensor] = []  # whose addresses the calls hold
         self.begin, self.sent, self.done, self.ended = (torch.cuda.Event() for _ in range(4))
@@ -75,6 +77,8 @@ class Plan:
             if any(tensor.untyped_storage().data_ptr() in own for tensor in self._kept):
                 self._addresses = list(map(Tensor.data_ptr, self._gradients))
             self.is_complete = self.operator is None
+            if not self.is_complete:
+                self.parts, self._kept = [], []
             self._gradients = ()
             del self._refresh  # it holds gradients, too
         return collective

@@ -72,7 +72,7 @@ class StreamExecutor(Executor):
             plan.name = f"{name}, replay"
         before = self._enter(future)
         self._advance(future, lambda: Driver(begin(workspace), self.transport, name, value, on_error))
-        self._run_to_end(before)
+        self._in_streams(before)
         return future
 
     def replay(
@@ -116,13 +116,7 @@ class StreamExecutor(Executor):
 
     def finish(self) -> None:  # noqa: D102
         latest, self._latest = self._latest, None
-        if latest is not None:
-            device, current = torch.cuda._exchange_device(self.index), torch.cuda.current_stream(self.index)
-            try:
-                self._run_to_end(latest)
-            finally:
-                torch.cuda.set_stream(current)
-                torch.cuda._maybe_exchange_device(device)
+        self._in_streams(latest)
         self._n_submitted = 0  # a bucket usually gets the same workspace in each step, so cached views fit
 
     def close(self, timeout: float) -> None:  # noqa: D102
@@ -131,6 +125,17 @@ class StreamExecutor(Executor):
     def abandon(self) -> None:  # noqa: D102
         self._error = self._error or RuntimeError(CLOSED)
         self.finish()
+
+    def _in_streams(self, flight: Result | Handle | None) -> None:
+        """`_run_to_end`, and restore the current device and stream."""
+        if flight is None:
+            return
+        device, current = torch.cuda._exchange_device(self.index), torch.cuda.current_stream(self.index)
+        try:
+            self._run_to_end(flight)
+        finally:
+            torch.cuda.set_stream(current)
+            torch.cuda._maybe_exchange_device(device)
 
     def _run_to_end(self, flight: Result | Handle | None) -> None:
         """Enqueue the rest of a task. The current stream may be another one afterwards."""
@@ -194,7 +199,7 @@ class StreamExecutor(Executor):
                 collective = driver.advance() if plan is None else plan.advance(driver, self._kernels.cuda_stream)
                 if collective is None:
                     if plan is not None:
-                        self.workspaces[plan.place].keep_buffer()
+                        self.workspaces[plan.place].keep_buffer(plan)
                     result.driver = None
                     if not isinstance(driver.result, Tensor):
                         result.ended = self._kernels.record_event()

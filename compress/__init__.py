@@ -16,7 +16,7 @@ from gradwire.compress.powersgd import (
 from gradwire.compress.quantization import Quantization, QuantizedBucket, quantized_all_reduce
 from gradwire.compress.reduce_scatter import ScatterBucket, quantized_reduce_scatter
 from gradwire.compress.scaled_cast import BucketScale, DelayedScaling, scaled_cast_all_reduce
-from gradwire.compress.step import Gradients, Step
+from gradwire.compress.step import Gradients, Step, is_repeatable, repeatable
 
 __all__ = [
     "BucketScale",
@@ -33,10 +33,12 @@ __all__ = [
     "alternating_all_reduce",
     "cast_all_reduce",
     "flat_low_rank_bucket",
+    "is_repeatable",
     "powersgd_all_reduce",
     "quantized_all_reduce",
     "quantized_all_reduce_on_nodes",
     "quantized_reduce_scatter",
+    "repeatable",
     "scaled_cast_all_reduce",
     "sparse_all_reduce",
 ]

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from gradwire.comm.transport import Transport
-from gradwire.compress.step import Step
+from gradwire.compress.step import Step, repeatable
 
 
+@repeatable
 async def cast_all_reduce(step: Step, dtype: torch.dtype | None = None, divisor: int | None = None) -> None:
     """Write the mean of the gradients over all ranks into the results; the sum is taken in ``dtype``.
 

@@ -58,10 +58,12 @@ class BucketMemory:
         memory: tensors by entry and parameter name. Updated in place.
         errors: all errors of the bucket, if one tensor holds them; those in ``memory`` are views of it.
         inherited: errors by parameter name that the next step takes over, and then sets to None.
+        is_retired: whether a state has dropped it: no later step may use it.
         can_replay: whether the launches of a step can be repeated in later steps, after `refresh`.
     """
 
     can_replay: bool = False
+    is_retired = False
 
     errors: Tensor | None = None
     inherited: dict[str, Tensor] | None = None

@@ -47,6 +47,7 @@ from gradwire.kernels import (
     bound_low_rank,
     compute_dtype,
     is_capturing,
+    is_recording,
     random_key,
 )
 
@@ -238,6 +239,7 @@ class LowRankBucket(BucketMemory):
         self.kernels = bound_low_rank(self.table)
         self.finite = torch.ones(len(matrices), dtype=torch.int32, device=device)
         self.counter = torch.full((1,), iteration, dtype=torch.int64, device=device)
+        self._is_captured = False  # whether a user has captured a step in a CUDA graph
         self._counted = iteration  # value of ``counter`` after the latest step
 
         by_name = {names[i]: layouts[i] for i in compressed}
@@ -306,6 +308,8 @@ class LowRankBucket(BucketMemory):
             if not is_in_place:
                 others_target = list(map(target.__getitem__, self._others))
             uncompressed = Uncompressed(self._others_table, others_source, others_target, others, sends[0])
+        # A user's CUDA graph counts without the host's knowledge.
+        self._is_captured |= is_capturing(self.counter.device) and not is_recording()
         self._counted = iteration + 1
         # Every replay of a CUDA graph would set the same number, so a captured step increments the counter instead.
         advance_to = None if is_capturing(self.counter.device) else iteration + 1
@@ -355,7 +359,7 @@ class LowRankBucket(BucketMemory):
 
     def refresh(self, source: Sequence[Tensor], target: Sequence[Tensor], iteration: int) -> None:
         """Replace ``counter`` and the addresses of gradients and results; see `BucketMemory.refresh`."""
-        if iteration != self._counted:
+        if iteration != self._counted or self._is_captured:
             self.counter.fill_(iteration)
         self._counted = iteration + 1
         targets = self._addresses(target)

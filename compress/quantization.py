@@ -32,7 +32,7 @@ from gradwire.comm.store_collectives import out_of_step
 from gradwire.comm.transport import Transport
 from gradwire.compress._validation import check_memory_shape
 from gradwire.compress.memory import BucketMemory
-from gradwire.compress.step import Step
+from gradwire.compress.step import Step, repeatable
 from gradwire.kernels import (
     WIRE_FORMATS,
     BlockTable,
@@ -61,6 +61,7 @@ def full_format(dtype: torch.dtype) -> WireFormat:
     return WIRE_FORMATS[_FULL.get(dtype, "fp32")]
 
 
+@repeatable
 async def quantized_all_reduce(step: Step) -> None:
     """Write the mean of the gradients over all ranks into the results, quantized on the way to the sum and back.
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -53,6 +53,24 @@ class Gradients(NamedTuple):
         """Scatter ``wire`` to all gradients; see `gradwire.kernels.unflatten_reference`."""
         self.table.check_wire(wire)
         self.table.kernels.unflatten(wire, self.tensors, self.table, scale, absmax)
+
+
+Marked = TypeVar("Marked", bound=Callable[..., Any])
+
+
+def repeatable(algorithm: Marked) -> Marked:
+    """Mark an algorithm whose steps of one variant differ only in addresses and in what the device counts.
+
+    On a GPU, its launches are recorded and repeated; see `gradwire.hooks._plans`. An algorithm that decides on the host
+    by anything else must not be marked.
+    """
+    algorithm.is_repeatable = True  # type: ignore[attr-defined]
+    return algorithm
+
+
+def is_repeatable(algorithm: Callable[..., Any]) -> bool:
+    """Whether an algorithm, or the function of a partial one, is marked by `repeatable`."""
+    return getattr(getattr(algorithm, "func", algorithm), "is_repeatable", False)
 
 
 class Step:

@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch.futures import Future
+from torch.utils.weak import WeakIdKeyDictionary
 
 from gradwire.comm import Algorithm, Connections, Task, Transport, Workspace
 from gradwire.comm.stream_executor import StreamExecutor
-from gradwire.compress import Gradients, Step, sparse_all_reduce
+from gradwire.compress import Gradients, Step, is_repeatable, sparse_all_reduce
 from gradwire.compress.memory import BucketMemory
-from gradwire.hooks._plans import Plans
+from gradwire.hooks._plans import Plans, Settings
 from gradwire.kernels import SegmentTable, as_real, gradient_layout, is_capturing, layout_in_dtype
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket as GradBucket
 
-    from gradwire.hooks.hook_state import HookSettings
 else:  # PyTorch compares the annotation of a hook with this class
     from torch.distributed import GradBucket
 
@@ -43,7 +43,13 @@ _zero_copy_hooks: weakref.WeakSet[Callable[..., object]] = weakref.WeakSet()
 _gradwire_hooks: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
 
 # Tables of flat buckets, kept from step to step.
-_tables_of: weakref.WeakKeyDictionary[Transport, Tables] = weakref.WeakKeyDictionary()
+# By transport and first parameter: tables of addresses must not be shared by two buckets in flight.
+_tables_of: weakref.WeakKeyDictionary[Transport, WeakIdKeyDictionary] = weakref.WeakKeyDictionary()
+
+
+def _tables(transport: Transport, bucket: "Bucket") -> Tables:
+    tables: Tables = _tables_of.setdefault(transport, WeakIdKeyDictionary()).setdefault(bucket.first, {})
+    return tables
 
 
 def zero_copy(hook: Hook) -> Hook:
@@ -171,7 +177,7 @@ def reduce_bucket(
     connections: Connections,
     bucket: Bucket,
     algorithm: Callable[[Step], Algorithm[None]],
-    settings: "HookSettings",
+    settings: Settings,
     *,
     memory: Any = None,
     iteration: int = 0,
@@ -196,7 +202,7 @@ def reduce_bucket(
     if bucket.is_sparse:
         result = bucket.buffer()
     else:
-        tables = _tables_of.setdefault(transport, {})
+        tables = _tables(transport, bucket)
         work = bucket.work(tables, memory.layout if isinstance(memory, BucketMemory) else None)
         result = work.result
     # Not in the task: `sample` calls the user's report, which must run in the training thread.
@@ -216,8 +222,8 @@ def reduce_bucket(
     # PyTorch's DDP raises "Unable to cast ... to Tensor", without a traceback.
     log = functools.partial(logger.exception, FAILED, name, position) if isinstance(bucket, TorchBucket) else None
     task = Task(begin, f"gradwire::{name}, bucket {position}", result, log)
-    if isinstance(executor, StreamExecutor) and work is not None and telemetry is None:
-        plans = bucket.plans or settings.plans.setdefault(bucket.first, Plans())
+    if isinstance(executor, StreamExecutor) and work is not None and telemetry is None and is_repeatable(algorithm):
+        plans = bucket.plans or settings._plans.setdefault(bucket.first, Plans())
         plan = plans.to_record(bucket, settings, executor, connections.group, tables, work, memory, iteration)
         future = executor.submit(task, plan)
     else:
@@ -228,12 +234,13 @@ def reduce_bucket(
 
 
 def replayed(
-    settings: "HookSettings", bucket: Bucket, connections: Connections, number: int = 0
+    settings: Settings, bucket: Bucket, connections: Connections, number: int = 0
 ) -> Future[torch.Tensor] | None:
     """The future of a bucket whose recorded step is repeated; None if there is none that fits: see `reduce_bucket`."""
-    plans = bucket.plans or (settings.plans.get(bucket.first) if settings.plans.data else None)
-    future: Any = None if plans is None or bucket.is_sparse else plans.replay(bucket, connections, number)
-    return cast("Future[torch.Tensor] | None", future)
+    plans = bucket.plans or (settings._plans.get(bucket.first) if settings._plans.data else None)
+    if plans is None or plans.settings is not settings or bucket.is_sparse:
+        return None  # a user's hook may call several of gradwire's
+    return cast("Future[torch.Tensor] | None", plans.replay(bucket, connections, number))
 
 
 def all_reduce_on_cpu(connections: Connections, bucket: Bucket) -> Future[torch.Tensor]:
@@ -244,7 +251,7 @@ def all_reduce_on_cpu(connections: Connections, bucket: Bucket) -> Future[torch.
     transport = connections.transport("backward", bucket.device)
     if bucket.position == 0:
         connections.start_step()
-    source, target, result = bucket.work(_tables_of.setdefault(transport, {}))
+    source, target, result = bucket.work(_tables(transport, bucket))
     if target.flat is None:
         result = bucket.empty_buffer()
     wire = torch.view_as_real(result).view(-1) if result.is_complex() else result

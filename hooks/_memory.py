@@ -149,7 +149,9 @@ class StateMemory:
         """Drop the buckets that have one of these parameters, by default all, and keep their memory."""
         for key, (_, bucket) in list(self.buckets.items()):
             if names is None or not set(names).isdisjoint(key):
-                self.keep(bucket.folded() if bucket is not None else {})
+                if bucket is not None:
+                    self.keep(bucket.folded())
+                    bucket.is_retired = True
                 del self.buckets[key]
 
     # Errors.
@@ -246,6 +248,8 @@ class StateMemory:
             # The world size, and with it this rank's share of a sum, may not be known yet.
             self.own[entry], self.loaded[entry] = ({}, loaded) if declared.merge == "sum" else (loaded, {})
             self._n_loaded[entry] = len(loaded)
+        for _, bucket in self._made():
+            bucket.is_retired = True
         self.buckets, self._scale = {}, None
         self._restored()
 

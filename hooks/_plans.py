@@ -6,7 +6,7 @@ them. Where a hook's algorithm launches anything but gradwire's kernels, nothing
 
 - the ranks' agreement on the settings stands: the handshake would return at once;
 - the executor is the same: no exchange has failed, and the workspaces are those of the plan;
-- the step is of the same variant (`HookSettings.variant`), and the bucket has the same layout of tensors and divisor;
+- the step is of the same variant (`HookSettings._variant`), and the bucket has the same layout of tensors and divisor;
 - nothing measures the step, and no CUDA graph is captured.
 
 Addresses and the number of the step may change: they lie in device memory, and are replaced before a replay.
@@ -14,71 +14,96 @@ Addresses and the number of the step may change: they lie in device memory, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import weakref
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from gradwire.comm import Connections
 from gradwire.comm.plan import Plan
 from gradwire.comm.stream_executor import Handle, Result, StreamExecutor
 from gradwire.compress.memory import BucketMemory
 from gradwire.kernels import Recording, SegmentTable, layout_guard
-
-if TYPE_CHECKING:
-    from gradwire.comm import Connections
-    from gradwire.hooks._bucket import Bucket, BucketWork, Tables
-    from gradwire.hooks._handshake import Agreement
-    from gradwire.hooks.hook_state import HookSettings
 
 # Kernels are then compiled, tables uploaded, and the workspace, which shrinks after
 # `Workspace.STEPS_BEFORE_SHRINKING` smaller steps, has the size that it keeps.
 WARM_UP_STEPS = 5
 
 
+class Settings(Protocol):
+    """What recorded steps ask of a hook's settings; see `HookSettings`."""
+
+    hook_name: str
+    telemetry: Any
+    handshake: Any
+    _plans: Any
+
+    def _settings(self) -> dict[str, object]:
+        """The hook's name and options."""
+
+    def _step_of(self, position: int) -> int:
+        """Number of the step to which a bucket would belong now."""
+
+    def _variant(self, number: int) -> Hashable:
+        """What the host decides about a step."""
+
+    def _begin_bucket(self, position: int) -> None:
+        """Note that a bucket is launched."""
+
+    def _count_bucket(self, bucket: Any, memory: Any) -> None:
+        """Note that a bucket has raised no error."""
+
+
 class Plans:
-    """The recorded steps of one bucket, by variant, place and divisor."""
+    """The recorded steps of one bucket, by variant, place and divisor.
+
+    Attributes:
+        settings: those of the hook that has taken the latest step in full; None before the first.
+    """
 
     def __init__(self) -> None:
-        self._settings: HookSettings | None = None
+        self.settings: Settings | None = None
         self._entries: dict[Hashable, _Entry] = {}
 
     def to_record(
         self,
-        bucket: Bucket,
-        settings: HookSettings,
+        bucket: Any,
+        settings: Settings,
         executor: StreamExecutor,
         group: dist.ProcessGroup,
-        tables: Tables,
-        work: BucketWork,
+        tables: dict[tuple[object, ...], SegmentTable],
+        work: Any,
         memory: Any,
         number: int,
     ) -> Plan | None:
         """Count a step that is no replay. Returns the plan that records it, once `WARM_UP_STEPS` were equal.
 
         Args:
-            bucket: the bucket.
+            bucket: the `Bucket`.
             settings: those of the hook.
             executor: the executor of the bucket.
             group: the ranks that have agreed on the settings.
             tables: layouts of flat buckets.
-            work: the tensors of the step.
+            work: the tensors of the step, its `BucketWork`.
             memory: the memory of the bucket; None for a cast.
             number: number of the step.
         """
         can_replay = memory is None or (isinstance(memory, BucketMemory) and memory.can_replay)
         if not can_replay or torch.cuda.is_current_stream_capturing():
             return None
-        self._settings = settings
-        key = (settings.variant(number), executor.place, bucket.divisor)
+        self.settings = settings
+        key = (settings._variant(number), executor.place, bucket.divisor)
         agreement = settings.handshake.agreement(group, settings.hook_name)
         token = _Token(executor, agreement and agreement.token, memory, work.source.table, work.target.table)
         entry = self._entries.get(key)
         if entry is None or entry.token != token:
             entry = self._entries[key] = _Entry(token, agreement, tables)
-            if bucket.plans is None and memory is not None:  # the layouts of parameters in PyTorch's DDP may change
-                entry.guard = layout_guard(bucket.parameters())
+            if bucket.plans is None and memory is not None:
+                entry.watch(bucket.parameters())
         entry.n_steps += 1
         if entry.n_steps <= WARM_UP_STEPS or entry.plan is not None:
             return None
@@ -86,7 +111,7 @@ class Plans:
         entry.plan = Plan(Recording, executor.place, gradients, partial(entry.refresh, work, number))
         return entry.plan
 
-    def replay(self, bucket: Bucket, connections: Connections, number: int | None = None) -> Result | Handle | None:
+    def replay(self, bucket: Any, connections: Connections, number: int | None = None) -> Result | Handle | None:
         """Repeat the recorded step of a bucket; None, and nothing has changed, if there is none that fits.
 
         Args:
@@ -94,14 +119,16 @@ class Plans:
             connections: those to the ranks of the bucket.
             number: number of the step, for a hook that has begun it and returns a future; None for the reducer.
         """
-        settings, executor = self._settings, connections.existing_executor(bucket.device)
+        settings, executor = self.settings, connections.existing_executor(bucket.device)
         if settings is None or settings.telemetry is not None or not isinstance(executor, StreamExecutor):
             return None
         is_in_hook = number is not None
         if number is None:
-            number = settings.step_of(bucket.position)
-        entry = self._entries.get((settings.variant(number), executor.place, bucket.divisor))
+            number = settings._step_of(bucket.position)
+        entry = self._entries.get((settings._variant(number), executor.place, bucket.divisor))
         if entry is None or not entry.stands(settings, executor) or torch.cuda.is_current_stream_capturing():
+            return None
+        if entry.parameters is not None and not entry.has_parameters(bucket.parameters()):
             return None
         work = bucket.work(entry.tables, None if entry.token.memory is None else entry.token.memory.layout)
         if work.source.table is not entry.token.source or work.target.table is not entry.token.target:
@@ -109,11 +136,9 @@ class Plans:
         assert entry.plan is not None
         if not entry.plan.fits(work.source.tensors, work.target.tensors):
             return None
-        if entry.guard is not None and not entry.guard(*bucket.parameters()):
-            return None
         if not is_in_hook:
-            settings.begin_bucket(bucket.position)
-        settings.count_bucket(bucket, entry.token.memory)
+            settings._begin_bucket(bucket.position)
+        settings._count_bucket(bucket, entry.token.memory)
         flight = executor.replay(entry.plan, work.result, partial(entry.refresh, work, number), is_in_hook)
         if bucket.is_final:
             executor.finish()
@@ -139,23 +164,38 @@ class _Entry:
         tables: layouts of flat buckets.
     """
 
-    def __init__(self, token: _Token, agreement: Agreement | None, tables: Tables) -> None:
+    def __init__(self, token: _Token, agreement: Any, tables: dict[tuple[object, ...], SegmentTable]) -> None:
         self.token, self.tables = token, tables
         self._agreement = agreement
         self.n_steps = 0  # since the token is this one
         self.plan: Plan | None = None
-        self.guard: Callable[..., bool] | None = None  # whether the parameters have the layouts of the plan
+        self.parameters: list[weakref.ref[Tensor]] | None = None  # on PyTorch's DDP, with memory
+        self._guard: Callable[..., bool] | None = None  # whether they have the layouts of the plan
 
-    def stands(self, settings: HookSettings, executor: StreamExecutor) -> bool:
+    def watch(self, parameters: Sequence[Tensor]) -> None:
+        """Serve only these parameters in these layouts: in PyTorch's DDP, both may change."""
+        self.parameters, self._guard = list(map(weakref.ref, parameters)), layout_guard(parameters)
+
+    def has_parameters(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether a bucket has the parameters and layouts of `watch`."""
+        assert self.parameters is not None and self._guard is not None
+        is_same = len(self.parameters) == len(parameters)
+        is_same = is_same and all(known() is each for known, each in zip(self.parameters, parameters, strict=True))
+        return is_same and self._guard(*parameters)
+
+    def stands(self, settings: Settings, executor: StreamExecutor) -> bool:
         """Whether the plan is complete, and nothing has changed since it was recorded."""
+        memory = self.token.memory
         if self.plan is None or not self.plan.is_complete or self.token.executor is not executor:
+            return False
+        if memory is not None and memory.is_retired:
             return False
         agreement = self._agreement
         return agreement is None or (
             agreement.token is self.token.agreement and agreement.settings == settings._settings()
         )
 
-    def refresh(self, work: BucketWork, number: int) -> None:
+    def refresh(self, work: Any, number: int) -> None:
         """Replace the addresses of the tensors in device memory, and the number of the step."""
         source, target = work.source, work.target
         if self.token.memory is not None:

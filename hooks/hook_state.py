@@ -36,7 +36,7 @@ from gradwire.comm import (
 )
 from gradwire.comm.store_collectives import RanksMissing, named_barrier
 from gradwire.comm.torch_internals import default_group, is_initialized_group
-from gradwire.compress import Gradients, Step, cast_all_reduce
+from gradwire.compress import Gradients, Step, cast_all_reduce, is_repeatable
 from gradwire.compress._validation import (
     MAX_COUNT,
     check_count,
@@ -149,7 +149,7 @@ class HookSettings:
         self.hook_name = hook
         self.handshake = Handshake()
         self.process_group = process_group
-        self.plans = WeakIdKeyDictionary()  # of buckets that have none of their own, by their first parameter
+        self._plans = WeakIdKeyDictionary()  # of buckets that have none of their own, by their first parameter
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -179,18 +179,18 @@ class HookSettings:
 
     # Recorded steps; see `gradwire.hooks._plans`.
 
-    def step_of(self, position: int) -> int:
+    def _step_of(self, position: int) -> int:
         """Number of the step to which a bucket at this position would belong now; 0 if steps are not counted."""
         return 0
 
-    def variant(self, number: int) -> Hashable:
+    def _variant(self, number: int) -> Hashable:
         """What the host decides about step ``number``: a recorded step serves those of the same variant."""
         return None
 
-    def begin_bucket(self, position: int) -> None:
+    def _begin_bucket(self, position: int) -> None:
         """Note that a bucket is launched. The buckets of a step come in order, but any may be skipped."""
 
-    def count_bucket(self, bucket: Bucket, memory: Any) -> None:
+    def _count_bucket(self, bucket: Bucket, memory: Any) -> None:
         """Note that a bucket with this memory has raised no error."""
 
     # Telemetry. See docs/telemetry.md for the metrics.
@@ -399,10 +399,10 @@ class HookState(HookSettings):
             ValueError: the state belongs to another model, or its loaded memory does not fit the model.
         """
         bucket = Bucket.of(bucket)
-        self.begin_bucket(bucket.position)
+        self._begin_bucket(bucket.position)
         names = bucket.names or self.names.in_bucket(bucket, self._needs_names)
         connections = self.handshake.agree(self, bucket, self._process_group, names)
-        if (future := replayed(self, bucket, connections, self._iter)) is not None:
+        if is_repeatable(algorithm) and (future := replayed(self, bucket, connections, self._iter)) is not None:
             return future
         if not self._patterns_match:
             self.names.note(names, bucket)
@@ -415,22 +415,22 @@ class HookState(HookSettings):
                 memory = self.prepare(bucket, names, connections.group)
             elif self.compiles_early:
                 _compile(self, bucket, names, connections, algorithm)
-        self.count_bucket(bucket, memory)
+        self._count_bucket(bucket, memory)
         chosen = cast_all_reduce if memory is None else algorithm
         return reduce_bucket(connections, bucket, chosen, self, memory=memory, iteration=iteration, names=names)
 
-    def step_of(self, position: int) -> int:
+    def _step_of(self, position: int) -> int:
         """Number of the step to which a bucket at this position would belong now."""
         return self._iter + (not self._is_counted and self._is_first(position))
 
-    def variant(self, number: int) -> Hashable:
+    def _variant(self, number: int) -> Hashable:
         """Whether step ``number`` is compressed."""
         return number >= self._start
 
     def _is_first(self, position: int) -> bool:
         return self._latest_index is None or position <= self._latest_index
 
-    def begin_bucket(self, position: int) -> None:
+    def _begin_bucket(self, position: int) -> None:
         """Begin a step at its first bucket."""
         self._prepared = None
         if self._is_first(position):
@@ -438,7 +438,7 @@ class HookState(HookSettings):
             self._step_in_progress = self._iter + 1
         self._latest_index = position
 
-    def count_bucket(self, bucket: Bucket, memory: Any) -> None:
+    def _count_bucket(self, bucket: Bucket, memory: Any) -> None:
         """Count the step at its last bucket."""
         self._is_counted = False
         if bucket.is_final:

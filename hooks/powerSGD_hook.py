@@ -23,6 +23,7 @@ from gradwire.compress import (
     alternating_all_reduce,
     flat_low_rank_bucket,
     powersgd_all_reduce,
+    repeatable,
 )
 from gradwire.compress._validation import (
     MAX_COUNT,
@@ -319,12 +320,12 @@ class PowerSGDState(HookState):
         before, after = self._counts["numel"]
         return (before / after if after > 0 else 0, before, after)
 
-    def variant(self, number: int) -> Hashable:
+    def _variant(self, number: int) -> Hashable:
         """Whether step ``number`` is compressed, and which side an alternating one sends."""
-        return super().variant(number), self.options.alternating and number % 2
+        return super()._variant(number), self.options.alternating and number % 2
 
-    def count_bucket(self, bucket: Bucket, memory: LowRankBucket | None) -> None:
-        """Add the elements of a compressed step to `compression_stats`; see `HookState.count_bucket`."""
+    def _count_bucket(self, bucket: Bucket, memory: LowRankBucket | None) -> None:
+        """Add the elements of a compressed step to `compression_stats`; see `HookState._count_bucket`."""
         if self._iter >= self._start and not bucket.is_sparse:
             if memory is not None:
                 numel, sent = memory.layout.numel, memory.sent_numel(self._iter)
@@ -332,7 +333,7 @@ class PowerSGDState(HookState):
                 numel = sent = sum(as_real(parameter).numel() for parameter in bucket.parameters())
             before, after = self._counts["numel"]
             self._counts["numel"] = [min(before + numel, MAX_COUNT), min(after + sent, MAX_COUNT)]
-        super().count_bucket(bucket, memory)
+        super()._count_bucket(bucket, memory)
 
     def make_bucket(
         self, parameters: Sequence[Tensor], dtype: torch.dtype, names: Sequence[str], transport: Transport | None
@@ -458,6 +459,7 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.fut
     return state.run(bucket, partial(_powersgd, state.options))
 
 
+@repeatable
 def _powersgd(options: PowerSGDOptions, step: Step) -> Algorithm[None]:
     if options.alternating:
         return alternating_all_reduce(step)

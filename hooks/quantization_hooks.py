@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
+from torch.utils.weak import WeakIdKeyDictionary
 
 from gradwire.comm import Algorithm, Executor, Transport
 from gradwire.compress import (
@@ -22,6 +23,7 @@ from gradwire.compress import (
     WirePolicy,
     quantized_all_reduce,
     quantized_all_reduce_on_nodes,
+    repeatable,
 )
 from gradwire.compress._validation import check_flag, check_keywords, check_whole_number
 from gradwire.compress.policy import DEFAULT_EXEMPT
@@ -139,11 +141,9 @@ class QuantizationState(HookState):
 
     Args:
         process_group: the ranks to average over; None for the model's.
-        wire: wire format of the gradients. Start with "int4": 7.5 times fewer bytes than fp32. "int8"
-            affects accuracy least. "int2" and "sign" send about a half and a third of int4's bytes,
-            but take more steps. "fp8_e4m3" has the size of int8; it represents small elements of a
-            block more precisely, and large ones less. "bf16" and "fp16" halve the bytes and sum in
-            fp32.
+        wire: wire format of the gradients, one of the table in docs/quantization.md. Start with "int4":
+            7.5 times fewer bytes than fp32. "int8" affects accuracy least. Formats of fewer bits than
+            int4 take more steps. "bf16" and "fp16" halve the bytes and sum in fp32.
         block_size: elements that share a scale, a power of two from 32 to 1024. Smaller blocks are
             more accurate but send more scales of 2 bytes each: 64 adds 0.25 bits per element. 256 is
             enough for int8.
@@ -263,6 +263,7 @@ def quantization_hook(state: QuantizationState, bucket: GradBucket) -> torch.fut
     return state.run(bucket, _quantized)
 
 
+@repeatable
 def _quantized(step: Step) -> Algorithm[None]:
     return algorithm_of(step.memory)(step)
 
@@ -315,7 +316,8 @@ def quantization_perchannel_hook(
 
 
 # Layouts of buckets, kept from step to step.
-_buckets_of: weakref.WeakKeyDictionary[Executor, dict[object, AnyBucket]] = weakref.WeakKeyDictionary()
+# By executor and first parameter: tables of addresses must not be shared by two buckets in flight.
+_buckets_of: weakref.WeakKeyDictionary[Executor, WeakIdKeyDictionary] = weakref.WeakKeyDictionary()
 
 
 def quantized_reduction(
@@ -349,11 +351,13 @@ def quantized_reduction(
 def _quantized_bucket(
     executor: Executor, bucket: Bucket, wire: str, block_size: int, local_size: int | str
 ) -> AnyBucket:
-    buckets, transport = _buckets_of.setdefault(executor, {}), executor.transport
+    buckets = _buckets_of.setdefault(executor, WeakIdKeyDictionary()).setdefault(bucket.first, {})
+    transport = executor.transport
     n_local = ranks_on_node(local_size, transport)
     key = (wire, block_size, n_local, bucket.dtype, *bucket.layouts)
     if key not in buckets:
         formats = [WIRE_FORMATS[wire]] * len(bucket.layouts)
         options = Quantization(block_size=block_size, error_dtype=None, local_size=n_local)
         buckets[key] = bucket_kind(options)(bucket.real_layouts(), formats, transport, options)
-    return buckets[key]
+    found: AnyBucket = buckets[key]
+    return found

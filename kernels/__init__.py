@@ -5,7 +5,7 @@
     lowrank             PowerSGD's three passes over the matrices of a bucket, and the factors of the next step
     orthogonalize       an orthonormal basis of every low-rank factor
     quantize            gradients <-> messages of 1 to 32 bits an element, block by block, with error feedback
-    wire_formats        the encodings of these messages: int8, int4, int2, sign, fp8, bf16, fp16 and fp32
+    wire_formats        the encodings of these messages
     counter_random      random numbers that are equal on every rank and device
     segment_table, block_table, matrix_table    where the tensors, blocks and factors of a bucket lie
     layouts, uploads    memory order and dtypes of tensors; integers that kernels read on the device
@@ -31,7 +31,7 @@ from gradwire.kernels.counter_random import random_key, uniform
 from gradwire.kernels.delayed_scaling import MAX_EXPONENT, bound_update_scale, update_scale_reference
 from gradwire.kernels.dispatch import use_triton
 from gradwire.kernels.flatten import flatten_reference, unflatten_reference
-from gradwire.kernels.launch import Recording
+from gradwire.kernels.launch import Recording, is_recording
 from gradwire.kernels.layouts import (
     WIRE_DTYPES,
     as_real,
@@ -113,6 +113,7 @@ __all__ = [
     "flatten_reference",
     "gradient_layout",
     "is_capturing",
+    "is_recording",
     "layout_guard",
     "layout_in_dtype",
     "memory_order",

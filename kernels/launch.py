@@ -21,7 +21,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 _aten = torch.ops.aten
-_ALLOCATIONS = (_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided)
+# Operators that need not be repeated: they allocate, or keep memory that a plan keeps alive in any case.
+_HOST_ONLY = {
+    *(_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided),
+    _aten.record_stream,
+}
 
 
 class Recording(TorchDispatchMode):
@@ -55,13 +59,18 @@ class Recording(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: Sequence[Any] = (), keywords: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operator, and note it unless it allocates or views."""
-        schema = function._schema
-        writes = any(each.alias_info is not None and each.alias_info.is_write for each in schema.arguments)
-        is_view = not writes and any(each.alias_info is not None for each in schema.returns)
-        if not is_view and function.overloadpacket not in _ALLOCATIONS:
+        """Run an operator, and note it if it `needs_repetition`."""
+        if needs_repetition(function):
             self.operator = self.operator or str(function)
         return function(*arguments, **(keywords or {}))
+
+
+def needs_repetition(operator: Any) -> bool:
+    """Whether an operator of PyTorch does work on the device, which a later step would have to repeat."""
+    schema = operator._schema
+    writes = any(each.alias_info is not None and each.alias_info.is_write for each in schema.arguments)
+    is_view = not writes and any(each.alias_info is not None for each in schema.returns)
+    return not is_view and operator.overloadpacket not in _HOST_ONLY
 
 
 class _Thread(threading.local):

@@ -57,7 +57,8 @@ class Upload:
     def replace(self, numbers: Sequence[int]) -> Tensor:
         """Overwrite the first numbers in stream order, unless they are the same. Returns ``tensor``."""
         # A replay of a captured copy overwrites them without the host's knowledge.
-        if self._captured_sources or (numbers is not self.numbers and numbers != self.numbers):
+        may_differ = bool(self._captured_sources) and not is_recording()
+        if may_differ or (numbers is not self.numbers and numbers != self.numbers):
             self._write(self._first, numbers)
         self.numbers = numbers
         return self.tensor

@@ -1,19 +1,19 @@
 """Wire formats: how a block of fp32 numbers becomes bytes.
 
-    format          bits  scale s            code of an element x                                    decoded
-    int8            8     absmax / levels    q = rint(x * (1 / s)), in two's complement              s * q
-    int4            4     absmax / levels    q + 2^(bits - 1)                                        s * q
-    int2            2     absmax / levels    (q + 3) / 2, q the nearest of -3, -1, 1 and 3           s * q
-    sign            1     mean of |x|        x >= 0                                                  +-s
-    fp8_e4m3        8     absmax / 448       x * (1 / s) in e4m3fn, rounded to nearest even          s * q
-    bf16 fp16 fp32  16 32 none               x, saturated at the format's largest number             x
+    kind                scale s            code of an element x                                      decoded
+    integers            absmax / levels    q + 2^(bits - 1), q = rint(x * (1 / s)), |q| <= levels    s * q
+    integers of 8 bits  absmax / levels    q, in two's complement                                    s * q
+    odd integers        absmax / levels    (q + levels) / 2, q the nearest odd number to x * (1 / s) s * q
+    signs               mean of |x|        x >= 0                                                    +-s
+    e4m3fn              absmax / 448       x * (1 / s) in e4m3fn, rounded to nearest even            s * q
+    floats              none               x, saturated at the format's largest number               x
 
-The levels are 127, 7, 3 and 1. Scales travel in bf16, which has the range of fp32. A scale is rounded up, so no element
-exceeds the levels by more than rounding. It is raised to 2^-126, so that 1 / s is finite, and lowered to a number
-whose product with the levels is finite; an element beyond the levels then saturates. A block of zeros has the scale 0.
-A block with an inf or a NaN has the scale NaN and decodes to NaN. Formats without scales pass inf and NaN through.
+Scales travel in bf16, which has the range of fp32. A scale is rounded up, so no element exceeds the levels by more than
+rounding. It is raised to 2^-126, so that 1 / s is finite, and lowered to a number whose product with the levels is
+finite; an element beyond the levels then saturates. A block of zeros has the scale 0. A block with an inf or a NaN has
+the scale NaN and decodes to NaN. Formats without scales pass inf and NaN through.
 
-In int8 and int4, s * q has 8 + 7 significant bits at most and is therefore exact in fp32, and so is x - s * q,
+In integers, s * q has 8 + 7 significant bits at most and is therefore exact in fp32, and so is x - s * q,
 because s * q is 0 or within a factor of two of x. What was sent plus the error is x to the bit.
 
 int2 and sign have no zero, and sign saturates: the largest element of a block may be many times the mean. With a scale
@@ -63,6 +63,7 @@ class WireFormat:
         kind: kind of codes. The CPU path and Triton's kernels have code for each kind.
         spacing: distance of neighbors on a grid of integers, in units of the scale.
         dtypes: the dtypes that the payload's elements may have.
+        packed_bits: the bits per element that all implementations can pack.
 
     Raises:
         ValueError: the implementations cannot encode and decode such a format.
@@ -75,13 +76,15 @@ class WireFormat:
     kind: ClassVar[str]
     spacing: ClassVar[int] = 1
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.uint8,)
+    packed_bits: ClassVar[tuple[int, ...]]
 
     def __post_init__(self) -> None:
         self._expect("dtype", self.dtype in self.dtypes, f"one of {', '.join(map(str, self.dtypes))}")
+        self._expect("bits", self.bits in self.packed_bits, f"one of {', '.join(map(str, self.packed_bits))}")
         self._check()
 
     def _check(self) -> None:
-        """Raise ValueError unless codes, pack and unpack are right for these bits and levels."""
+        """Raise ValueError unless the codes are right for these levels."""
         raise NotImplementedError
 
     def _expect(self, attribute: str, is_right: bool, expected: str) -> None:
@@ -186,9 +189,9 @@ class Integers(WireFormat):
     """Integers from -levels to levels, with a code for 0."""
 
     kind = "integers"
+    packed_bits = (2, 4, 8)
 
     def _check(self) -> None:
-        self._expect("bits", self.bits in (2, 4, 8), "2, 4 or 8: whole codes fill a byte, and one code is 0")
         largest = (1 << self.bits - 1) - 1
         expected = f"1 to {largest}, the largest integer of {self.bits} bits"
         self._expect("levels", self.levels in range(1, largest + 1), expected)
@@ -211,9 +214,9 @@ class OddIntegers(WireFormat):
 
     kind = "odd integers"
     spacing = 2
+    packed_bits = (2, 4)
 
     def _check(self) -> None:
-        self._expect("bits", self.bits in (2, 4), "2 or 4: several codes fill a byte")
         largest = (1 << self.bits) - 1
         self._expect("levels", self.levels == largest, f"{largest}, the largest of 2^{self.bits} odd numbers")
 
@@ -230,9 +233,9 @@ class Signs(WireFormat):
 
     kind = "signs"
     spacing = 2
+    packed_bits = (1,)
 
     def _check(self) -> None:
-        self._expect("bits", self.bits == 1, "1")
         self._expect("levels", self.levels == 1, "1")
 
     def scales(self, blocks: Tensor, counts: Tensor) -> Tensor:  # noqa: D102
@@ -255,9 +258,9 @@ class Float8(WireFormat):
     """Numbers in e4m3fn."""
 
     kind = "e4m3fn"
+    packed_bits = (8,)
 
     def _check(self) -> None:
-        self._expect("bits", self.bits == 8, "8")
         self._expect("levels", self.levels == 448, "448, the largest number in e4m3fn")
 
     def payload(self, valid: Tensor, scaled: Tensor) -> Tensor:  # noqa: D102
@@ -272,6 +275,7 @@ class Floats(WireFormat):
 
     kind = "floats"
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    packed_bits = (16, 32)
 
     def _check(self) -> None:
         bits = 8 * self.dtype.itemsize
@@ -290,10 +294,10 @@ class Floats(WireFormat):
 
 _FORMATS: tuple[WireFormat, ...] = (
     Integers("int8", 8, levels=127),
+    Float8("fp8_e4m3", 8, levels=448),
     Integers("int4", 4, levels=7),
     OddIntegers("int2", 2, levels=3),
     Signs("sign", 1, levels=1),
-    Float8("fp8_e4m3", 8, levels=448),
     Floats("bf16", 16, dtype=torch.bfloat16),
     Floats("fp16", 16, dtype=torch.float16),
     Floats("fp32", 32, dtype=torch.float32),

@@ -17,6 +17,7 @@ from gradwire.hooks.default_hooks import CastState, allreduce_hook, bf16_compres
 from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
+from gradwire.kernels import WIRE_FORMATS
 
 Registration = tuple[Any, CommHook]
 Make = Callable[[dist.ProcessGroup | None, int], Registration | None]
@@ -112,10 +113,11 @@ def _quantized_factors(rank: int) -> HookEntry:
     return _low_rank(rank, f"factors of rank {rank} in 8 bit", is_same=False, factor_wire="int8")
 
 
-def _quantized(wire: str, description: str) -> HookEntry:
+def _quantized(wire: str) -> HookEntry:
     """`quantization_hook`, and PyTorch's fp16 hook: its quantization hooks raise an IndexError on gloo."""
+    bits = 8 * WIRE_FORMATS[wire].block_bytes(64) / 64
     return HookEntry(
-        description=description,
+        description=f"gradients in {bits} bits per element, with a scale per 64 elements",
         make=lambda group, start: (QuantizationState(group, wire, start_iter=start), quantization_hook),
         code=_code(quantization_hook, f"QuantizationState(None, {wire!r})".replace("'", '"')),
         error_feedback=True,
@@ -126,6 +128,9 @@ def _quantized(wire: str, description: str) -> HookEntry:
         ),
     )
 
+
+# Wire formats with scales by the hook that sends them.
+QUANTIZED = {"fp8" if name == "fp8_e4m3" else name: name for name, wire in WIRE_FORMATS.items() if wire.is_scaled}
 
 HOOKS: dict[str, HookEntry] = {
     "none": _plain("no hook, gradients in fp32", None, None, torch.float32),
@@ -147,11 +152,7 @@ HOOKS: dict[str, HookEntry] = {
         wire=torch.bfloat16,
         pytorch=PyTorchHook(make=lambda group, _: (group, torch_default_hooks.bf16_compress_hook), is_same=False),
     ),
-    "int8": _quantized("int8", "gradients in 8 bit, a scale per 64 elements"),
-    "fp8": _quantized("fp8_e4m3", "gradients in 8-bit floating point, a scale per 64 elements"),
-    "int4": _quantized("int4", "gradients in 4 bit, a scale per 64 elements"),
-    "int2": _quantized("int2", "gradients in 2 bit (-3, -1, 1, 3), a scale per 64 elements"),
-    "sign": _quantized("sign", "signs of gradients, a mean magnitude per 64 elements"),
+    **{hook: _quantized(wire) for hook, wire in QUANTIZED.items()},
     "powersgd-r1": _low_rank(1, "factors of rank 1"),
     "powersgd-r4": _low_rank(4, "factors of rank 4"),
     "powersgd-r16": _low_rank(16, "factors of rank 16"),

@@ -25,8 +25,9 @@ from gradwire.comm.connections import ADVICE
 from gradwire.comm.stream_executor import Handle
 from gradwire.comm.torch_internals import NO_BACKWARD, current_backward, profiler_range, queue_callback
 from gradwire.comm.transport import clear_frames, wait_for
-from gradwire.compress import Step, cast_all_reduce
+from gradwire.compress import Step, cast_all_reduce, repeatable
 from gradwire.hooks._bucket import is_gradwire_hook, is_zero_copy, reduce_bucket
+from gradwire.hooks._plans import Plans
 from gradwire.hooks.hook_state import HookState, check_pairing, in_group, settings_of
 from gradwire.kernels import is_capturing
 from gradwire.reducer import errors, torch_internals
@@ -585,8 +586,10 @@ class Reducer:
         check_pairing(state, hook)
         state = in_group(state, hook, self.exchange.process_group)
         take_back = state.memory.take_back if isinstance(state, HookState) else None
-        can_replay = is_zero_copy(hook) and hook.__module__.startswith("gradwire.")
+        can_replay = is_zero_copy(hook) and (hook.__module__ or "").startswith("gradwire.")
         self.hook = BucketHook(hook, state, is_zero_copy(hook), True, not is_gradwire_hook(hook), can_replay, take_back)
+        for bucket in self.buckets:
+            bucket.plans = None if bucket.plans is None else Plans()  # those of the default reduction
         self.exchange.has_hook = True
         if self.hook.has_groups and isinstance(state, HookState):
             self.exchange.note_use(state, state.process_group or self.exchange.process_group)
@@ -1000,6 +1003,7 @@ def default_reduction(exchange: Exchange, bucket: ReducerBucket) -> Future[Tenso
     if isinstance(bucket, DenseBucket) and not exchange.has_streams:
         return exchange.transport.start_all_reduce(bucket.scale_into_buffer())
 
+    @repeatable
     async def algorithm(step: Step) -> None:
         assert isinstance(bucket, DenseBucket)
         if bucket.as_view:

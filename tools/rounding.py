@@ -30,7 +30,7 @@ VNMSE = "vNMSE"
 RING = "ring, sum in wire dtype"
 TWO_SHOT = "two-shot, sum in fp32"
 RINGS = ("fp32", "fp16", "bf16")
-TWO_SHOTS = ("fp16", "bf16", "fp8_e4m3", "int8", "int4", "int2", "sign")
+TWO_SHOTS = tuple(name for name in kernels.WIRE_FORMATS if name != "fp32")
 WORLD_SIZES = (2, 8, 32)  # powers of two, so that the check is exact
 NUMEL = 1 << 18
 BLOCK_SIZE = 64

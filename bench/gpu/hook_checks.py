@@ -42,6 +42,7 @@ from gradwire.hooks.hook_state import settings_of
 from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
+from gradwire.kernels import WIRE_FORMATS
 from gradwire.planner import hook_registry
 from gradwire.planner.hook_registry import HookEntry
 
@@ -80,7 +81,7 @@ HOOKS: dict[str, Callable[[], StateAndHook]] = {
     },
     "fp16 of allreduce": lambda: (None, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)),
     "scaled-bf16": lambda: (ScaledCastState(dtype=torch.bfloat16), scaled_cast_hook),
-    **{f"quantized {wire}": _quantized(wire) for wire in ("bf16", "fp16", "fp32")},
+    **{f"quantized {name}": _quantized(name) for name, wire in WIRE_FORMATS.items() if not wire.is_scaled},
     "int4, bf16 errors": _quantized("int4", error_dtype=torch.bfloat16),
     **{name: _powersgd(**options) for name, options in POWERSGD.items()},
     "fp16 of powersgd": _powersgd(default_hooks.fp16_compress_wrapper(powerSGD_hook)),

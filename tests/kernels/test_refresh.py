@@ -39,6 +39,17 @@ def test_refresh_uploads_the_addresses_of_the_step():
 # --- the number of the step, in device memory
 
 
+def test_refresh_sets_a_counter_that_is_behind():
+    gradient = [torch.zeros(8, 12)]
+    bucket = LowRankBucket(gradient, [MatrixShape(1, 8, 12, 2)], names=["a"])
+    bucket.refresh(gradient, gradient, 7)
+    assert bucket.counter == 7
+    bucket.refresh(gradient, gradient, 8)
+    assert bucket.counter == 7, "the kernels of step 7 add 1"
+    bucket.refresh(gradient, gradient, 20)
+    assert bucket.counter == 20
+
+
 def factors_after(kind, iterations):
     """The factors after steps with these numbers, of a gradient of zeros, whose columns are all drawn anew."""
     gradient, shapes = [torch.zeros(8, 12)], [MatrixShape(1, 8, 12, 2)]

@@ -56,7 +56,7 @@ def test_scale_of_zeros_is_zero_and_of_non_finite_blocks_nan():
         scales = wire.scales(blocks, torch.full((4,), 32))
         assert scales[0] == 0
         assert scales[1:3].isnan().all()
-        assert scales[3] == (0 if wire.name == "sign" else MIN_SCALE)  # 1e-45 / 32 is 0
+        assert scales[3] == (0 if wire.kind == "signs" else MIN_SCALE)  # 1e-45 / 32 is 0
 
 
 @pytest.mark.parametrize("count", [1, 5, 31, 32])

@@ -1,11 +1,14 @@
 """`StreamExecutor`: the order of kernels and collectives on its two streams, by a double that finds missing edges."""
 
+from functools import partial
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 
 from gradwire.comm import Task
+from gradwire.comm.plan import Plan
 from gradwire.comm.stream_executor import StreamExecutor
 from gradwire.compress import (
     BucketScale,
@@ -23,7 +26,7 @@ from gradwire.compress import (
     scaled_cast_all_reduce,
 )
 from gradwire.reducer.reducer import Backward
-from tests.support.stream_double import StreamTransport, stream_double
+from tests.support.stream_double import Race, Stream, StreamTransport, stream_double
 
 CPU = torch.device("cpu")
 N_BUCKETS, STEPS = 3, 3
@@ -161,6 +164,114 @@ def test_only_necessary_streams_are_joined(algorithm):
     with stream_double() as device:
         executor = train(device, algorithm)
     assert edges_between(device, executor) == set(EDGES)
+
+
+# --- replays
+
+
+class Recording:
+    """Notes launches: calls that run in the stream of the kernels, wherever they are called."""
+
+    current = None
+
+    def __init__(self, _):
+        self.calls, self.kept, self.operator = [], [], None
+
+    def __enter__(self):
+        Recording.current = self
+        return self
+
+    def __exit__(self, *_):
+        Recording.current = None
+
+
+def launch(device, executor, work):
+    """Run work on the device, as a kernel."""
+
+    def call():
+        with device.stream(executor._kernels):
+            work()
+
+    call()
+    if Recording.current is not None:
+        Recording.current.calls.append(call)
+
+
+def replay_steps(device, missing=None, fails_at=None, takes_future=False):
+    """A recorded step of three tasks of two collectives, and two replayed ones without the edges ``missing``.
+
+    Returns the executor, and the outcomes of the tasks of the last step: their result, or the text of the error.
+    """
+    executor = StreamExecutor(StreamTransport(device), CPU)
+    roles, join, plans, run = roles_of(executor), Stream.wait_event, [], executor.transport.run
+    buffers, gradients = [torch.ones(8) for _ in range(2)], [torch.ones(8) for _ in range(N_BUCKETS)]
+
+    def forgetful(stream, event):
+        if len(plans) < N_BUCKETS or (roles[event.stream.name], roles[stream.name]) != missing:
+            join(stream, event)
+
+    def failing(collective):
+        if len(device.collectives) == fails_at:
+            raise ValueError("expected")
+        run(collective)
+
+    async def task(_, buffer, gradient):
+        for _ in range(2):
+            launch(device, executor, lambda: buffer.copy_(gradient))
+            await executor.transport.all_reduce(buffer)
+        launch(device, executor, lambda: gradient.copy_(buffer))
+        return gradient
+
+    with mock.patch.object(Stream, "wait_event", forgetful), mock.patch.object(executor.transport, "run", failing):
+        for step in range(3):
+            if step == 1:
+                device.edges.clear()
+            flights = []
+            for k, gradient in enumerate(gradients):
+                gradient.mul_(2)  # the backward, in the main stream
+                if step == 0:
+                    plan = Plan(Recording, executor.place, [gradient], lambda: None)
+                    begin = partial(task, buffer=buffers[executor.place], gradient=gradient)
+                    flights.append(executor.submit(Task(begin), plan))
+                    plans.append(plan)
+                else:
+                    flights.append(executor.replay(plans[k], gradient, lambda: None, takes_future))
+            executor.finish()
+            outcomes = []
+            for flight in flights:
+                try:
+                    outcomes.append(flight.wait())
+                except ValueError as error:
+                    outcomes.append(str(error))
+            for gradient in gradients if not executor.has_failed else []:
+                gradient.add_(1)  # the optimizer
+    assert all(plan.is_complete for plan in plans)
+    return executor, [next((k for k, g in enumerate(gradients) if g is each), each) for each in outcomes]
+
+
+@pytest.mark.parametrize("takes_future", [False, True])
+def test_replays_join_the_streams_as_other_steps_do(takes_future):
+    with stream_double() as device:
+        executor, outcomes = replay_steps(device, takes_future=takes_future)
+    assert edges_between(device, executor) == set(EDGES)
+    assert outcomes == [0, 1, 2]
+
+
+@pytest.mark.parametrize("takes_future", [False, True])
+@pytest.mark.parametrize("edge", EDGES)
+def test_replay_without_an_edge_is_a_race(edge, takes_future):
+    with stream_double() as device, pytest.raises(Race):
+        replay_steps(device, missing=edge, takes_future=takes_future)
+
+
+@pytest.mark.parametrize(("fails_at", "outcomes"), [(12, ["expected"] * 3), (15, [0, "expected", "expected"])])
+def test_failed_collective_of_a_replay_fails_the_tasks_in_flight(fails_at, outcomes):
+    """Of the collectives C1, C2, C1', C3, C2', C3' of the last step, the first or the fourth fails."""
+    with stream_double() as device:
+        executor, seen = replay_steps(device, fails_at=fails_at)
+    assert seen == outcomes
+    assert executor.has_failed
+    assert len(device.collectives) == fails_at
 
 
 def noted(executor, events, name, fails_at=None):

@@ -86,10 +86,8 @@ def test_sums_fit_on_many_ranks_with_every_hook_of_the_registry(hook):
     check.search(check.sums, st.just(_check.MANY), 1)
 
 
-QUANTIZED = {
-    "sign": {},
+QUANTIZED = {wire: {} for wire in WIRE_FORMATS if wire not in ("fp8_e4m3", "bf16", "fp16", "fp32")} | {
     "int4": {"use_error_feedback": False},
-    "int2": {},
     "int8": {"error_dtype": torch.bfloat16, "start_iter": 2},  # new buckets round their errors to bf16
 }
 IN_BF16 = ["nothing lost"]  # test_quantization_laws.py has the bound

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from gradwire.hooks.default_hooks import CastState, fp16_compress_hook
-from gradwire.reducer import parameters
+from gradwire.reducer import unused_parameters
 from tests.support.ranks import on_ranks
 from tests.support.training import WRAPPERS, error_of
 
@@ -230,7 +230,7 @@ def nothing_unused():
 )
 @on_ranks(2)
 def test_warnings_begin_with_those_of_pytorch(what, text):
-    parameters._warn_once_that_all_are_used.cache_clear()
+    unused_parameters._warn_once_that_all_are_used.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         globals()[what]()
