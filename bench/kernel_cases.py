@@ -145,7 +145,7 @@ def flatten_case(shapes: Sequence[Shape], device: torch.device, dtype: torch.dty
         f"flatten to {str(dtype).removeprefix('torch.')}",
         copy_bytes(table.numel, FP32, dtype),
         [wire],
-        lambda wire: kernels.flatten(gradients, wire, table=table, scale=scale),
+        lambda wire: table.kernels.flatten(gradients, table, wire, scale),
         lambda wire: kernels.flatten_reference(gradients, table, wire, scale),
         {
             "DDP and hook of PyTorch": ddp_and_hook,
@@ -174,7 +174,7 @@ def unflatten_case(shapes: Sequence[Shape], device: torch.device) -> KernelCase:
         "unflatten from float16",
         copy_bytes(table.numel, FP16, FP32),
         gradients,
-        lambda *_: kernels.unflatten(wire, gradients, table=table),
+        lambda *_: table.kernels.unflatten(wire, gradients, table),
         lambda *targets: copies(wire, *targets),
         {
             "DDP and hook of PyTorch": hook_and_ddp,
@@ -202,9 +202,7 @@ def scaled_flatten_case(shapes: Sequence[Shape], device: torch.device) -> Kernel
         "scaled cast to float16",
         copy_bytes(table.numel, FP32, FP16),
         [wire, counters],
-        lambda wire, counters: kernels.flatten(
-            gradients, wire, table=table, scale=scale, limit=limit, counters=counters
-        ),
+        lambda wire, counters: table.kernels.flatten(gradients, table, wire, scale, limit, counters),
         lambda wire, counters: kernels.flatten_reference(gradients, table, wire, scale, limit, counters),
         {EAGER: eager},
     )
@@ -225,7 +223,7 @@ def scaled_unflatten_case(shapes: Sequence[Shape], device: torch.device) -> Kern
         "scaled cast from float16",
         copy_bytes(table.numel, FP16, FP32),
         [*gradients, absmax],
-        lambda *_: kernels.unflatten(wire, gradients, table=table, scale=scale, absmax=absmax),
+        lambda *_: table.kernels.unflatten(wire, gradients, table, scale, absmax),
         lambda *targets: kernels.unflatten_reference(wire, targets[:-1], table, scale, targets[-1]),
         {EAGER: eager},
     )
@@ -255,6 +253,7 @@ def orthogonalize_case(shapes: Sequence[Shape], device: torch.device, rank: int)
     """Bases of the factors P."""
     table, _ = _matrices(shapes, device, rank)
     wire, out, finite, factors = _packed(table, table.p)
+    orthogonalize = kernels.bound_low_rank(table).orthogonalize
 
     def check() -> None:
         for basis in table.p.views(out):
@@ -265,7 +264,7 @@ def orthogonalize_case(shapes: Sequence[Shape], device: torch.device, rank: int)
         f"orthogonalize, rank {rank}",
         copy_bytes(table.p.numel, FP32, FP32),
         {
-            GRADWIRE: lambda: kernels.orthogonalize(wire, table.p, out, finite),
+            GRADWIRE: lambda: orthogonalize(wire, table.p, out, finite),
             "PyTorch's hook": lambda: [torch_orthogonalize(f.t().clone()[None]) for f in factors],
             "linalg.qr": lambda: [torch.linalg.qr(factor.t()) for factor in factors],
         },
@@ -277,7 +276,7 @@ def renew_case(shapes: Sequence[Shape], device: torch.device, rank: int) -> Kern
     """Unit columns from the factors Q."""
     table, _ = _matrices(shapes, device, rank)
     wire, out, finite, factors = _packed(table, table.q)
-    step = torch.ones(1, dtype=torch.int64, device=device)
+    step, renew = torch.ones(1, dtype=torch.int64, device=device), kernels.bound_renew(device, FP32)
 
     def check() -> None:
         for factor, unit in zip(factors, table.q.views(out), strict=True):
@@ -288,7 +287,7 @@ def renew_case(shapes: Sequence[Shape], device: torch.device, rank: int) -> Kern
         f"column norms, rank {rank}",
         renew_bytes(table.q.numel, FP32, FP32),
         {
-            GRADWIRE: lambda: kernels.renew(wire, table.q, table.keys, step, out, finite),
+            GRADWIRE: lambda: renew(wire, table.q, table.keys, step, out, finite),
             "norm, div": lambda: [f / f.norm(dim=1, keepdim=True) for f in factors],
         },
         check,
@@ -367,7 +366,8 @@ class _Quantized:
         for view in table.error_views(self.errors):  # blocks may lack elements, which have no errors
             view.normal_(std=0.01)
         self.message = torch.zeros(self.layout.message_shape, dtype=torch.uint8, device=device)
-        kernels.quantize(self.gradients, self.section, self.message, scale=1 / RANKS)
+        self.kernels = kernels.bound_quantization(device)
+        self.kernels.quantize(self.gradients, self.section, self.message, 1 / RANKS)
 
 
 def _quantized_case(
@@ -388,7 +388,8 @@ def quantize_case(shapes: Sequence[Shape], device: torch.device, wire: str) -> K
 
     nbytes = round(quantize_bytes(bucket.numel, FP32, bucket.format, BLOCK_SIZE, FP32))
     outputs = [torch.zeros_like(bucket.message), torch.full_like(bucket.errors, torch.nan)]
-    return _quantized_case(f"quantize to {wire}", nbytes, outputs, call, kernels.quantize, kernels.quantize_reference)
+    functions = (bucket.kernels.quantize, kernels.quantize_reference)
+    return _quantized_case(f"quantize to {wire}", nbytes, outputs, call, *functions)
 
 
 def reduce_case(shapes: Sequence[Shape], device: torch.device, wire: str) -> KernelCase:
@@ -404,7 +405,7 @@ def reduce_case(shapes: Sequence[Shape], device: torch.device, wire: str) -> Ker
     nbytes = round(reduce_quantized_bytes(numel, RANKS, bucket.format, BLOCK_SIZE, FP32))
     result = torch.zeros(bucket.layout.result_shape, dtype=torch.uint8, device=device)
     outputs = [result, torch.full_like(errors, torch.nan)]
-    functions = (kernels.reduce_quantized, kernels.reduce_quantized_reference)
+    functions = (bucket.kernels.reduce_quantized, kernels.reduce_quantized_reference)
     return _quantized_case(f"sum of {RANKS} ranks in {wire}", nbytes, outputs, call, *functions)
 
 
@@ -423,7 +424,7 @@ def dequantize_case(shapes: Sequence[Shape], device: torch.device, wire: str) ->
     nbytes += copy_bytes(bucket.numel, FP32, FP32)
     outputs = [*(torch.full_like(g, torch.nan) for g in bucket.gradients), bucket.errors]
     functions = (
-        (kernels.dequantize, kernels.commit_errors),
+        (bucket.kernels.dequantize, bucket.kernels.commit_errors),
         (kernels.dequantize_reference, kernels.commit_errors_reference),
     )
     return _quantized_case(f"dequantize from {wire}, commit errors", nbytes, outputs, call, *functions)

@@ -44,13 +44,13 @@ class Gradients(NamedTuple):
     def flatten(
         self, wire: Tensor, *, scale: float | Tensor = 1.0, limit: float = inf, counters: Tensor | None = None
     ) -> Tensor:
-        """Gather all gradients in ``wire``; see `gradwire.kernels.flatten`."""
+        """Gather all gradients in ``wire``; see `gradwire.kernels.flatten_reference`."""
         self.table.check_wire(wire)
         self.table.kernels.flatten(self.tensors, self.table, wire, scale, limit, counters)
         return wire
 
     def unflatten(self, wire: Tensor, *, scale: float | Tensor = 1.0, absmax: Tensor | None = None) -> None:
-        """Scatter ``wire`` to all gradients; see `gradwire.kernels.unflatten`."""
+        """Scatter ``wire`` to all gradients; see `gradwire.kernels.unflatten_reference`."""
         self.table.check_wire(wire)
         self.table.kernels.unflatten(wire, self.tensors, self.table, scale, absmax)
 

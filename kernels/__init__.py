@@ -11,13 +11,12 @@
     layouts, uploads    memory order and dtypes of tensors; integers that kernels read on the device
     dispatch            the choice between Triton kernels, CPU paths and references
 
-A family is a file ``NAME``, with the functions of this package, their references in plain PyTorch and the CPU paths,
-and a file ``NAME_triton``. The CPU paths of `quantize` are in `quantize_cpu`; `common_triton` has the device functions
-of several families.
+A family is a file ``NAME``, with its references in plain PyTorch and the CPU paths, and a file ``NAME_triton``. The CPU
+paths of `quantize` are in `quantize_cpu`; `common_triton` has the device functions of several families.
 
-The functions of this package check their arguments, and choose an implementation in every call. A bucket binds its
-implementations once, by ``bound_*`` or `SegmentTable.kernels`. Bound functions take the arguments of the references,
-and check nothing: layouts are checked where they are made.
+The references specify the operations: formulas, and arguments with shapes, dtypes and what is modified. A bucket binds
+the implementations for its device once, by ``bound_*`` or `SegmentTable.kernels`. Bound functions take the arguments of
+the references, and check nothing: layouts are checked where they are made.
 """
 
 from gradwire.kernels.block_table import (
@@ -31,7 +30,7 @@ from gradwire.kernels.block_table import (
 from gradwire.kernels.counter_random import random_key, uniform
 from gradwire.kernels.delayed_scaling import MAX_EXPONENT, bound_update_scale, update_scale_reference
 from gradwire.kernels.dispatch import use_triton
-from gradwire.kernels.flatten import flatten, flatten_reference, unflatten, unflatten_reference
+from gradwire.kernels.flatten import flatten_reference, unflatten_reference
 from gradwire.kernels.launch import Recording, is_recording
 from gradwire.kernels.layouts import (
     WIRE_DTYPES,
@@ -44,15 +43,12 @@ from gradwire.kernels.layouts import (
 )
 from gradwire.kernels.lowrank import (
     LowRankKernels,
-    backproject,
     backproject_reference,
     bound_low_rank,
+    bound_renew,
     draw,
-    project,
     project_reference,
-    reconstruct,
     reconstruct_reference,
-    renew,
     renew_reference,
 )
 from gradwire.kernels.matrix_table import (
@@ -65,19 +61,14 @@ from gradwire.kernels.matrix_table import (
     Renewal,
     Uncompressed,
 )
-from gradwire.kernels.orthogonalize import orthogonalize, orthogonalize_reference
+from gradwire.kernels.orthogonalize import bound_orthogonalize, orthogonalize_reference
 from gradwire.kernels.quantize import (
     QuantizationKernels,
     bound_quantization,
-    commit_errors,
     commit_errors_reference,
-    dequantize,
     dequantize_reference,
-    quantize,
     quantize_reference,
-    reduce_quantized,
     reduce_quantized_reference,
-    sum_quantized,
     sum_quantized_reference,
 )
 from gradwire.kernels.segment_table import SegmentTable
@@ -109,18 +100,16 @@ __all__ = [
     "Uncompressed",
     "WireFormat",
     "as_real",
-    "backproject",
     "backproject_reference",
     "bound_low_rank",
+    "bound_orthogonalize",
     "bound_quantization",
+    "bound_renew",
     "bound_update_scale",
-    "commit_errors",
     "commit_errors_reference",
     "compute_dtype",
-    "dequantize",
     "dequantize_reference",
     "draw",
-    "flatten",
     "flatten_reference",
     "gradient_layout",
     "is_capturing",
@@ -128,22 +117,14 @@ __all__ = [
     "layout_guard",
     "layout_in_dtype",
     "memory_order",
-    "orthogonalize",
     "orthogonalize_reference",
-    "project",
     "project_reference",
-    "quantize",
     "quantize_reference",
     "random_key",
-    "reconstruct",
     "reconstruct_reference",
-    "reduce_quantized",
     "reduce_quantized_reference",
-    "renew",
     "renew_reference",
-    "sum_quantized",
     "sum_quantized_reference",
-    "unflatten",
     "unflatten_reference",
     "uniform",
     "update_scale_reference",

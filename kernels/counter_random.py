@@ -52,12 +52,3 @@ def uniform(key: int, step: Tensor, index: Tensor) -> Tensor:
         index: int64, any shape.
     """
     return (random_bits(key, step, index).to(torch.float32) * 2.0**-23 - 1) + 2.0**-24
-
-
-def check_step(step: Tensor, name: str, device: torch.device) -> None:
-    """Raise ValueError unless ``step`` is one number on the device."""
-    if step.dtype != torch.int64 or step.numel() != 1 or step.device != device:
-        raise ValueError(
-            f"{name} is {step.dtype} {tuple(step.shape)} on {step.device}; expected one element of torch.int64 on "
-            f"{device}. Pass torch.tensor([step], device=...)."
-        )

@@ -39,16 +39,39 @@ def flatten_reference(
     limit: float = inf,
     counters: Tensor | None = None,
 ) -> None:
-    """`flatten` in plain PyTorch, tensor by tensor."""
+    """Write ``cast(clamp(tensor * scale, -limit, limit))`` of every tensor into its segment of ``out``.
+
+    A bucket that is flat already is a list of one tensor; ``out`` may then be that tensor itself, scaled in place.
+
+    Args:
+        tensors: dense tensors of one dtype (fp32, fp16, bf16, fp64, or complex, read as real pairs) on one device.
+        table: their layout.
+        out: the wire, 1-D, contiguous, ``table.numel`` elements of fp32, fp16, bf16 or fp64. Overwritten.
+        scale: a number, or a one-element fp32 tensor on the device, which is read there without a synchronization.
+        limit: the largest magnitude of a finite element on the wire, unless that of the wire dtype is lower.
+        counters: int64, [2]: the numbers of non-finite and of saturated elements are added.
+    """
     limit = min(limit, LARGEST[out.dtype], LARGEST[table.compute])
     for tensor, wire in zip(tensors, torch.split(out, table.lengths), strict=True):
         saturating_cast(memory_order(tensor).to(table.compute), wire, scale, limit, counters)
 
 
 def unflatten_reference(
-    wire: Tensor, tensors: Sequence[Tensor], table: SegmentTable, scale: float | Tensor, absmax: Tensor | None
+    wire: Tensor,
+    tensors: Sequence[Tensor],
+    table: SegmentTable,
+    scale: float | Tensor = 1.0,
+    absmax: Tensor | None = None,
 ) -> None:
-    """`unflatten` in plain PyTorch, tensor by tensor."""
+    """Write ``cast(wire * scale)`` of every segment of ``wire`` into its tensor, in place.
+
+    Args:
+        wire: 1-D, contiguous, ``table.numel`` elements of fp32, fp16, bf16 or fp64.
+        tensors: dense tensors of one dtype (fp32, fp16, bf16, fp64, or complex, written as real pairs). Overwritten.
+        table: their layout.
+        scale: a number, or a one-element fp32 tensor on the device, which is read there without a synchronization.
+        absmax: fp32, [1]: raised to the largest magnitude written, as stored; NaN if a NaN was written.
+    """
     compute = compute_dtype(wire.dtype, table.dtype)
     multiplier = torch.as_tensor(scale, dtype=compute, device=wire.device)
     for tensor, segment in zip(tensors, torch.split(wire, table.lengths), strict=True):
@@ -59,7 +82,7 @@ def unflatten_reference(
 
 
 def saturating_cast(x: Tensor, out: Tensor, scale: float | Tensor, limit: float, counters: Tensor | None) -> None:
-    """``out = cast(clamp(x * scale, -limit, limit))``, where inf and NaN pass through; arguments as in `flatten`."""
+    """``out = cast(clamp(x * scale, -limit, limit))``, where inf and NaN pass through; see `flatten_reference`."""
     scaled = x * torch.as_tensor(scale, dtype=x.dtype, device=x.device)
     is_finite = x.isfinite()
     clamped = torch.where(is_finite, scaled.clamp(-limit, limit), scaled)
@@ -153,7 +176,11 @@ def _scale(tensors: Sequence[Tensor], table: SegmentTable, out: Tensor, scale: f
 
 
 def unflatten_cpu(
-    wire: Tensor, tensors: Sequence[Tensor], table: SegmentTable, scale: float | Tensor, absmax: Tensor | None
+    wire: Tensor,
+    tensors: Sequence[Tensor],
+    table: SegmentTable,
+    scale: float | Tensor = 1.0,
+    absmax: Tensor | None = None,
 ) -> None:
     """`unflatten` on a CPU."""
     if table.is_complex:
@@ -174,7 +201,7 @@ def unflatten_cpu(
 
 
 class FlattenKernels(NamedTuple):
-    """The operations on one device."""
+    """The operations on one device, with the arguments of `flatten_reference` and `unflatten_reference`."""
 
     flatten: Callable[..., None]
     unflatten: Callable[..., None]
@@ -186,66 +213,3 @@ def bound_flatten(device: torch.device) -> FlattenKernels:
         choose(device, flatten_cpu, flatten_reference),
         choose(device, unflatten_cpu, unflatten_reference),
     )
-
-
-def flatten(
-    tensors: Sequence[Tensor],
-    out: Tensor,
-    *,
-    table: SegmentTable | None = None,
-    scale: float | Tensor = 1.0,
-    limit: float = inf,
-    counters: Tensor | None = None,
-) -> Tensor:
-    """Write ``cast(clamp(tensor * scale, -limit, limit))`` of every tensor into its segment of ``out``.
-
-    A bucket that is flat already is a list of one tensor; ``out`` may then be that tensor itself, scaled in place.
-    One launch.
-
-    Args:
-        tensors: dense tensors of one dtype (fp32, fp16, bf16, fp64, or complex, read as real pairs) on one device.
-        out: the wire, 1-D, contiguous, ``table.numel`` elements of fp32, fp16, bf16 or fp64. Overwritten.
-        table: the layout. Build it once for a list that recurs; by default it is built for this call.
-        scale: a number, or a one-element fp32 tensor on the device, which is read there without a synchronization.
-        limit: the largest magnitude of a finite element on the wire, unless that of the wire dtype is lower.
-        counters: int64, [2]: the numbers of non-finite and of saturated elements are added.
-
-    Returns:
-        ``out``.
-
-    Raises:
-        ValueError: the tensors or ``out`` do not fit the table, or ``out`` has another dtype than those named.
-    """
-    table = SegmentTable(tensors) if table is None else table
-    table.check_wire(out)
-    table.check_tensors(tensors)
-    table.kernels.flatten(tensors, table, out, scale, limit, counters)
-    return out
-
-
-def unflatten(
-    wire: Tensor,
-    tensors: Sequence[Tensor],
-    *,
-    table: SegmentTable | None = None,
-    scale: float | Tensor = 1.0,
-    absmax: Tensor | None = None,
-) -> None:
-    """Write ``cast(wire * scale)`` of every segment of ``wire`` into its tensor, in place.
-
-    One launch.
-
-    Args:
-        wire: 1-D, contiguous, ``table.numel`` elements of fp32, fp16, bf16 or fp64.
-        tensors: dense tensors of one dtype (fp32, fp16, bf16, fp64, or complex, written as real pairs). Overwritten.
-        table: the layout. Build it once for a list that recurs; by default it is built for this call.
-        scale: a number, or a one-element fp32 tensor on the device, which is read there without a synchronization.
-        absmax: fp32, [1]: raised to the largest magnitude written, as stored; NaN if a NaN was written.
-
-    Raises:
-        ValueError: the tensors or ``wire`` do not fit the table, or ``wire`` has another dtype than those named.
-    """
-    table = SegmentTable(tensors) if table is None else table
-    table.check_wire(wire)
-    table.check_tensors(tensors)
-    table.kernels.unflatten(wire, tensors, table, scale, absmax)

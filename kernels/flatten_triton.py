@@ -209,7 +209,11 @@ def flatten_triton(
 
 
 def unflatten_triton(
-    wire: Tensor, tensors: Sequence[Tensor], table: SegmentTable, scale: float | Tensor, absmax: Tensor | None
+    wire: Tensor,
+    tensors: Sequence[Tensor],
+    table: SegmentTable,
+    scale: float | Tensor = 1.0,
+    absmax: Tensor | None = None,
 ) -> None:
     """`unflatten` in one launch."""
     compute, target = compute_dtype(wire.dtype, table.dtype), triton_dtype(table.dtype)

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gradwire.kernels.counter_random import check_step, uniform
+from gradwire.kernels.counter_random import uniform
 from gradwire.kernels.dispatch import choose
 from gradwire.kernels.matrix_table import FactorLayout, MatrixTable, Operands
 from gradwire.kernels.orthogonalize import bound_orthogonalize
@@ -45,7 +45,18 @@ SAFE_NORMS = (1e-140, 1e140)
 
 
 def project_reference(operands: Operands, q: Tensor, p: Tensor, scale: float) -> None:
-    """`project` in plain PyTorch, matrix by matrix."""
+    """M = G + E; P = scale M Q, for every matrix of a bucket (PowerSGD, algorithm 1).
+
+    Reads G and E, and writes M if it is kept.
+
+    Args:
+        operands: the matrices. With ``keep``, the target is overwritten with M. If ``uncompressed`` gradients are sent
+            with P, they are written onto their wire, times ``scale``. Nothing else is modified.
+        q: the packed factors Q, fp32 or fp64 as ``table.compute``.
+        p: the packed factors P, in a wire dtype: fp32, bf16 or fp64. Overwritten, with zeros between the factors. A row
+            of P is not finite if that row of M is not.
+        scale: multiplier of the product, for example 1 / world size.
+    """
     table = operands.table
     _prepare_wire(operands, table.p, p, scale)
     for i, (q_i, p_i) in enumerate(zip(table.q.views(q), table.p.views(p), strict=True)):
@@ -58,7 +69,17 @@ def project_reference(operands: Operands, q: Tensor, p: Tensor, scale: float) ->
 
 
 def backproject_reference(operands: Operands, p: Tensor, q: Tensor, scale: float) -> None:
-    """`backproject` in plain PyTorch, matrix by matrix."""
+    """Q = scale M^T P, for every matrix of a bucket (PowerSGD, algorithm 1).
+
+    Reads M, or G and E.
+
+    Args:
+        operands: the matrices, after `project` if it keeps M. Not modified. If ``uncompressed`` gradients are sent with
+            Q, they are written onto their wire, times ``scale``.
+        p: the packed factors P, fp32 or fp64 as ``table.compute``.
+        q: the packed factors Q, in a wire dtype: fp32, bf16 or fp64. Overwritten, with zeros between the factors.
+        scale: multiplier of the product, for example 1 / world size.
+    """
     table = operands.table
     _prepare_wire(operands, table.q, q, scale)
     for i, (p_i, q_i) in enumerate(zip(table.p.views(p), table.q.views(q), strict=True)):
@@ -66,9 +87,23 @@ def backproject_reference(operands: Operands, p: Tensor, q: Tensor, scale: float
 
 
 def reconstruct_reference(operands: Operands, p: Tensor, q: Tensor, finite: Tensor) -> None:
-    """`reconstruct` in plain PyTorch, matrix by matrix."""
+    """out = P Q^T into the target; E = M - out, for every matrix whose factors are finite (algorithm 2).
+
+    Reads M, or G and E, and writes out and E.
+
+    With ``operands.renewal``, P or Q is renewed first, as by `renew_reference`, and the number of the step advances.
+    With ``operands.uncompressed``, these gradients are read from their wire.
+
+    Args:
+        operands: the matrices, after `project` if it keeps M. Target and error memory are overwritten.
+        p: the packed factors P, of any dtype: as received or orthogonalized.
+        q: the packed factors Q, of any dtype.
+        finite: int32, one element per matrix: 0 leaves the matrix's error memory alone and makes its result NaN. Set
+            to 0 where the factor to renew is not finite, before it is used.
+    """
     table = operands.table
-    _renew_and_unflatten(operands, p, q, finite, renew)  # `renew` may use Triton even where the matrices cannot
+    renew = bound_renew(table.device, table.compute)  # may use Triton even where the matrices cannot
+    _renew_and_unflatten(operands, p, q, finite, renew)
     for i, (p_i, q_i) in enumerate(zip(table.p.views(p), table.q.views(q), strict=True)):
         out = (p_i.to(table.compute).t() @ q_i.to(table.compute)).clamp(-table.limit, table.limit).to(table.dtype)
         out = torch.where(finite[i] > 0, out, torch.nan)
@@ -112,7 +147,19 @@ def _compensated(operands: Operands, index: int) -> Tensor:
 def renew_reference(
     wire: Tensor, layout: FactorLayout, keys: Sequence[int], step: Tensor, following: Tensor, finite: Tensor
 ) -> None:
-    """`renew` in plain PyTorch, factor by factor."""
+    """next_c = q_c / |q_c| for each column of every finite factor, or a random unit column where q_c is zero.
+
+    Reads the wire twice, because norms come first: in Triton, in two launches.
+
+    Args:
+        wire: the packed factors, averaged over the ranks: fp32, bf16 or fp64.
+        layout: layout of the factors.
+        keys: keys of the matrices' random columns.
+        step: int64, one element, on the device of the factors: the number of the step, equal on all ranks. Kernels
+            read it on the device, where a CUDA graph must advance it.
+        following: the packed factors of the next step, fp32 or fp64. Overwritten where the flag is not 0.
+        finite: int32, one element per matrix. Set to 0 where the factor is not finite.
+    """
     for i, (q, after) in enumerate(zip(layout.views(wire), layout.views(following), strict=True)):
         finite[i] *= q.isfinite().all()
         drawn = uniform(keys[i], step, torch.arange(q.numel(), device=q.device).view_as(q))
@@ -236,7 +283,7 @@ def _renew_carefully(q: Tensor, after: Tensor, key: int, step: Tensor) -> None:
 
 
 class LowRankKernels(NamedTuple):
-    """The operations on the matrices of one table."""
+    """The operations on the matrices of one table, with the arguments of `project_reference` and so on."""
 
     project: Callable[..., None]
     backproject: Callable[..., None]
@@ -253,108 +300,19 @@ def bound_low_rank(table: MatrixTable) -> LowRankKernels:
         choose(device, backproject_cpu, backproject_reference, fits),
         choose(device, reconstruct_cpu, reconstruct_reference, fits),
         bound_orthogonalize(device, table.compute, table.compute, table.largest_rank),
-        partial(draw, renew=_bound_renew(device, table.compute)),
+        partial(draw, bound_renew(device, table.compute)),
     )
 
 
-def project(operands: Operands, q: Tensor, p: Tensor, *, scale: float) -> None:
-    """M = G + E; P = scale M Q, for every matrix of a bucket (PowerSGD, algorithm 1).
-
-    Reads G and E, and writes M if it is kept.
-
-    Args:
-        operands: the matrices. With ``keep``, the target is overwritten with M. If ``uncompressed`` gradients are sent
-            with P, they are written onto their wire, times ``scale``. Nothing else is modified.
-        q: the packed factors Q, fp32 or fp64 as ``table.compute``.
-        p: the packed factors P, in a wire dtype: fp32, bf16 or fp64. Overwritten, with zeros between the factors. A row
-            of P is not finite if that row of M is not.
-        scale: multiplier of the product, for example 1 / world size.
-
-    Raises:
-        ValueError: an operand does not fit its table.
-    """
-    operands.check(p, q)
-    bound_low_rank(operands.table).project(operands, q, p, scale)
-
-
-def backproject(operands: Operands, p: Tensor, q: Tensor, *, scale: float) -> None:
-    """Q = scale M^T P, for every matrix of a bucket (PowerSGD, algorithm 1).
-
-    Reads M, or G and E.
-
-    Args:
-        operands: the matrices, after `project` if it keeps M. Not modified. If ``uncompressed`` gradients are sent with
-            Q, they are written onto their wire, times ``scale``.
-        p: the packed factors P, fp32 or fp64 as ``table.compute``.
-        q: the packed factors Q, in a wire dtype: fp32, bf16 or fp64. Overwritten, with zeros between the factors.
-        scale: multiplier of the product, for example 1 / world size.
-
-    Raises:
-        ValueError: an operand does not fit its table.
-    """
-    operands.check(p, q)
-    bound_low_rank(operands.table).backproject(operands, p, q, scale)
-
-
-def reconstruct(operands: Operands, p: Tensor, q: Tensor, finite: Tensor) -> None:
-    """out = P Q^T into the target; E = M - out, for every matrix whose factors are finite (algorithm 2).
-
-    Reads M, or G and E, and writes out and E.
-
-    With ``operands.renewal``, P or Q is renewed first, as by `renew`, and the number of the step advances. With
-    ``operands.uncompressed``, these gradients are read from their wire.
-
-    Args:
-        operands: the matrices, after `project` if it keeps M. Target and error memory are overwritten.
-        p: the packed factors P, of any dtype: as received or orthogonalized.
-        q: the packed factors Q, of any dtype.
-        finite: int32, one element per matrix: 0 leaves the matrix's error memory alone and makes its result NaN. Set
-            to 0 where the factor to renew is not finite, before it is used.
-
-    Raises:
-        ValueError: an operand does not fit the table.
-    """
-    operands.check(p, q)
-    bound_low_rank(operands.table).reconstruct(operands, p, q, finite)
-
-
-def renew(
-    wire: Tensor, layout: FactorLayout, keys: Sequence[int], step: Tensor, following: Tensor, finite: Tensor
-) -> None:
-    """next_c = q_c / |q_c| for each column of every finite factor, or a random unit column where q_c is zero.
-
-    Reads the wire twice, because norms come first, in two launches.
-
-    Args:
-        wire: the packed factors, averaged over the ranks: fp32, bf16 or fp64.
-        layout: layout of the factors.
-        keys: keys of the matrices' random columns.
-        step: int64, one element, on the device of the factors: the number of the step, equal on all ranks. Kernels
-            read it on the device, where a CUDA graph must advance it.
-        following: the packed factors of the next step, fp32 or fp64. Overwritten where the flag is not 0.
-        finite: int32, one element per matrix. Set to 0 where the factor is not finite.
-
-    Raises:
-        ValueError: a buffer does not fit the layout, or ``step`` is not such a tensor.
-    """
-    layout.check(wire, "wire")
-    layout.check(following, "following")
-    check_step(step, "step", following.device)
-    _bound_renew(following.device, following.dtype)(wire, layout, keys, step, following, finite)
-
-
-def _bound_renew(device: torch.device, dtype: torch.dtype) -> Callable[..., None]:
+def bound_renew(device: torch.device, dtype: torch.dtype) -> Callable[..., None]:
+    """`renew_reference` for factors in ``dtype``, or its Triton kernels or CPU path."""
     return choose(device, renew_cpu, renew_reference, dtype == torch.float32)
 
 
 def draw(
-    layout: FactorLayout,
-    keys: Sequence[int],
-    step: Tensor,
-    following: Tensor,
-    renew: Callable[..., None] = renew,
+    renew: Callable[..., None], layout: FactorLayout, keys: Sequence[int], step: Tensor, following: Tensor
 ) -> None:
-    """Fill ``following`` with random unit columns: those that `renew` draws for zero factors."""
+    """Fill ``following`` with random unit columns: those that ``renew``, a `bound_renew`, draws for zero factors."""
     zeros = torch.zeros_like(following)
     finite = torch.ones(len(keys), dtype=torch.int32, device=following.device)
     renew(zeros, layout, keys, step, following, finite)

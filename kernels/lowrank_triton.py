@@ -34,10 +34,7 @@ from gradwire.kernels.matrix_table import (
     Operands,
     Uncompressed,
     chunks,
-    padded_rank,
-    sides,
     strips,
-    tiling,
 )
 from gradwire.kernels.segment_table import CHUNK_NUMEL
 
@@ -358,50 +355,27 @@ def _sum_partials_kernel(
 
 def dot_precision(table: MatrixTable) -> str | None:
     """The precision of `tl.dot`, or None where products are formed without it, in fp32."""
-    if padded_rank(table) <= ELEMENTWISE_RANK:
+    if table.padded_rank <= ELEMENTWISE_RANK:
         return None
     return "tf32" if table.precision == "tf32" and has_tf32(table.device) else "ieee"
 
 
-def _strip_arguments(table: MatrixTable, to_p: bool) -> dict[str, Any]:
-    """The arguments of a kernel whose programs work through strips, for all steps."""
-    cut = tiling(table)
+def _strip_arguments(operands: Operands, to_p: bool) -> dict[str, Any]:
+    """The arguments that the kernels whose programs work through strips have in common."""
+    table, cut = operands.table, operands.table.tiling
     strip_table = table.on_device.get(("strips", to_p), table.device, lambda: strips(table, to_p))
     return {
+        "addresses_ptr": table.on_device_addresses(operands.addresses),
         "layout_ptr": table.packed(),
         "strips_ptr": strip_table,
         "n_matrices": len(table),
         "n_programs": strip_table.shape[1],
         "SOURCE": triton_dtype(table.dtype),
-        "RANK": padded_rank(table),
+        "HAS_ERROR": operands.error is not None,
+        "RANK": table.padded_rank,
         "ROWS": cut.rows,
         "COLUMNS": cut.columns,
     }
-
-
-def _multiply_plan(table: MatrixTable, to_p: bool) -> tuple[int, dict[str, Any], dict[str, Any]]:
-    """Number of elements of the partial sums, and the arguments of the two kernels, for all steps."""
-    chunk_table = table.on_device.get(("chunks", to_p), table.device, lambda: chunks(table, to_p, SUM_NUMEL))
-    last, precision = sides(table, to_p)[-1], dot_precision(table)
-    multiply = _strip_arguments(table, to_p) | {
-        "TO_P": to_p,
-        "PRECISION": precision,
-        "DOT_WIDTH": DOT_WIDTH,
-        "num_warps": 4 if padded_rank(table) <= (32 if precision == "tf32" else 16) else 8,
-        "num_stages": STAGES if to_p else STAGES_TO_Q.get((table.dtype.itemsize, precision), STAGES),
-    }
-    add = {
-        "chunks_ptr": chunk_table,
-        "n_sums": chunk_table.shape[1],
-        "limit": table.limit,
-        "SOURCE": triton_dtype(table.dtype),
-        "CHUNK": SUM_NUMEL,
-        "STRIPS": SUM_STRIPS,
-        "ALIGN": ALIGN_NUMEL,
-        "PACK": CHUNK_NUMEL,
-        "num_warps": 4,
-    }
-    return last.start + last.n_strips * last.size, multiply, add
 
 
 def _multiply(operands: Operands, factor: Tensor, out: Tensor, scale: float, to_p: bool) -> None:
@@ -409,28 +383,40 @@ def _multiply(operands: Operands, factor: Tensor, out: Tensor, scale: float, to_
     table, pack = operands.table, operands.uncompressed
     if pack is not None and pack.sent_with is not (table.p if to_p else table.q):
         pack = None
-    plan = table.plans.get(to_p) or table.plans.setdefault(to_p, _multiply_plan(table, to_p))
-    n_partials, multiply, add = plan
-    partials = torch.empty(n_partials, dtype=torch.float32, device=table.device)
-    n_packs = 0 if pack is None else pack.table.n_chunks
+    last, precision = table.sides[to_p][-1], dot_precision(table)
+    partials = torch.empty(last.start + last.n_strips * last.size, dtype=torch.float32, device=table.device)
+    chunk_table = table.on_device.get(("chunks", to_p), table.device, lambda: chunks(table, to_p, SUM_NUMEL))
+    n_sums, n_packs = chunk_table.shape[1], 0 if pack is None else pack.table.n_chunks
     with torch.cuda.device_of(out):
-        _multiply_kernel[(multiply["n_programs"],)](
-            addresses_ptr=table.on_device_addresses(operands.addresses),
+        strip_arguments = _strip_arguments(operands, to_p)
+        _multiply_kernel[(strip_arguments["n_programs"],)](
             factor_ptr=factor,
             partial_ptr=partials,
+            TO_P=to_p,
             KEEP=operands.keep,
-            HAS_ERROR=operands.error is not None,
-            **multiply,
+            PRECISION=precision,
+            DOT_WIDTH=DOT_WIDTH,
+            num_warps=4 if table.padded_rank <= (32 if precision == "tf32" else 16) else 8,
+            num_stages=STAGES if to_p else STAGES_TO_Q.get((table.dtype.itemsize, precision), STAGES),
+            **strip_arguments,
         )
-        _sum_partials_kernel[(add["n_sums"] + n_packs,)](
+        _sum_partials_kernel[(n_sums + n_packs,)](
             partial_ptr=partials,
+            chunks_ptr=chunk_table,
             out_ptr=out,
             segments_ptr=None if pack is None else pack.table.packed(pack.source),
             packed_ptr=None if pack is None else pack.wire,
+            n_sums=n_sums,
             n_segments=0 if pack is None else len(pack.table.lengths),
             n_packs=n_packs,
             scale=scale,
-            **add,
+            limit=table.limit,
+            SOURCE=triton_dtype(table.dtype),
+            CHUNK=SUM_NUMEL,
+            STRIPS=SUM_STRIPS,
+            ALIGN=ALIGN_NUMEL,
+            PACK=CHUNK_NUMEL,
+            num_warps=4,
         )
 
 
@@ -745,17 +731,10 @@ NO_ROWS: dict[str, Any] = {
 }
 
 
-def _reconstruct_plan(table: MatrixTable) -> dict[str, Any]:
-    """The arguments that all steps share."""
-    is_elementwise = padded_rank(table) <= ELEMENTWISE_RANK
-    own = {"LIMIT": table.limit, "ELEMENTWISE": is_elementwise, "num_warps": 4 if is_elementwise else 8}
-    return _strip_arguments(table, to_p=True) | own
-
-
 def reconstruct_triton(operands: Operands, p: Tensor, q: Tensor, finite: Tensor) -> None:
     """`reconstruct` in one launch; with a renewal in two: norms and unpacking, then matrices and factors."""
     table, renewal = operands.table, operands.renewal
-    plan = table.plans.get("reconstruct") or table.plans.setdefault("reconstruct", _reconstruct_plan(table))
+    is_elementwise = table.padded_rank <= ELEMENTWISE_RANK
     with torch.cuda.device_of(p):
         row_arguments: Mapping[str, Any] = {"finite_ptr": finite, **NO_ROWS}
         if renewal is not None:
@@ -772,12 +751,14 @@ def reconstruct_triton(operands: Operands, p: Tensor, q: Tensor, finite: Tensor)
             )
         elif (others := operands.uncompressed) is not None:
             others.table.kernels.unflatten(others.wire, others.target, others.target_table, 1.0, None)
-        _reconstruct_kernel[(plan["n_programs"] + row_arguments["n_rows"],)](
-            addresses_ptr=table.on_device_addresses(operands.addresses),
+        strip_arguments = _strip_arguments(operands, to_p=True)
+        _reconstruct_kernel[(strip_arguments["n_programs"] + row_arguments["n_rows"],)](
             p_ptr=p,
             q_ptr=q,
+            LIMIT=table.limit,
             KEPT=operands.keep,
-            HAS_ERROR=operands.error is not None,
-            **plan,
+            ELEMENTWISE=is_elementwise,
+            num_warps=4 if is_elementwise else 8,
+            **strip_arguments,
             **row_arguments,
         )

@@ -14,12 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from gradwire.kernels.counter_random import check_step
 from gradwire.kernels.dispatch import use_triton
 from gradwire.kernels.layouts import compute_dtype, next_power_of_2
 from gradwire.kernels.segment_table import CPU_BLOCK_NUMEL, SegmentTable
@@ -84,7 +83,6 @@ class FactorLayout:
         offsets: where each factor begins.
         numel: the number of elements of the buffer.
         has_gaps: whether there are elements between the factors. On the wire, they are zeros.
-        plans: arguments that launches have in common, built once.
     """
 
     def __init__(self, ranks: Sequence[int], lengths: Sequence[int]) -> None:
@@ -97,7 +95,6 @@ class FactorLayout:
         self.numel = sum(padded)
         self.has_gaps = padded != self.sizes
         self.on_device = ProgramTables()
-        self.plans: dict[object, Any] = {}
         self._views: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         self._earlier_views: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         self._lookups = 0
@@ -128,13 +125,6 @@ class FactorLayout:
             self._earlier_views, self._views = self._views, {}
         return views
 
-    def check(self, buffer: Tensor, name: str) -> None:
-        """Raise ValueError unless ``buffer`` is a flat buffer of this layout."""
-        if buffer.dim() != 1 or buffer.numel() != self.numel or not buffer.is_contiguous():
-            raise ValueError(
-                f"{name} has shape {tuple(buffer.shape)}; expected a contiguous 1-D tensor of {self.numel} elements."
-            )
-
 
 class MatrixTable:
     """The layout of a bucket's matrices and of their factors.
@@ -152,10 +142,11 @@ class MatrixTable:
         p: layout of the P factors.
         q: layout of the Q factors.
         largest_rank: largest rank of a matrix.
+        padded_rank: rank that the kernels are compiled for; beyond `ELEMENTWISE_RANK` at least 16, as `tl.dot` demands.
+        tiling: how the kernels cut the matrices.
         keys: keys of the matrices' random columns.
         block_rows: rows of each matrix that the CPU paths handle at once: as many as stay in cache.
         fits_triton: False for fp64, ranks above `MAX_RANK`, and rows of more than `MAX_COLUMNS` elements.
-        plans: arguments that launches have in common, built once.
 
     Raises:
         ValueError: there are no matrices, a matrix is empty, or a rank is not in 1 ... min(rows, columns).
@@ -181,10 +172,11 @@ class MatrixTable:
         self.p = FactorLayout(ranks, [matrix.rows for matrix in matrices])
         self.q = FactorLayout(ranks, [matrix.columns for matrix in matrices])
         self.largest_rank = max(ranks)
+        self.padded_rank = next_power_of_2(self.largest_rank)
+        self.tiling = ELEMENTWISE if self.padded_rank <= ELEMENTWISE_RANK else DOT
         self.keys = [matrix.key for matrix in matrices]
         self.block_rows = [max(1, min(matrix.rows, CPU_BLOCK_NUMEL // matrix.columns)) for matrix in matrices]
         self.on_device = ProgramTables()
-        self.plans: dict[object, Any] = {}
         self._uploaded: Upload | None = None
         is_in_range = self.largest_rank <= MAX_RANK and max(self.q.lengths) <= MAX_COLUMNS
         self.fits_triton = is_in_range and self.compute == torch.float32
@@ -202,6 +194,11 @@ class MatrixTable:
         On a CPU it saves no read: the CPU paths copy M into their scratch in any case, and add there at no cost.
         """
         return self.dtype == self.compute and self.can_use_triton()
+
+    @cached_property
+    def sides(self) -> dict[bool, list[Side]]:
+        """A `Side` for each matrix, in the products for P (True) and for Q (False)."""
+        return {to_p: _sides(self, to_p) for to_p in (True, False)}
 
     def packed(self) -> Tensor:
         """Rows, columns, ranks and offsets of P and of Q, on the device: int64 [5, matrices]."""
@@ -224,16 +221,6 @@ class MatrixTable:
         return [memory.as_strided(size, (size[1] + ROW_GAP_NUMEL, 1)) for size in sizes]
 
 
-def padded_rank(table: MatrixTable) -> int:
-    """The rank that the kernels are compiled for; beyond `ELEMENTWISE_RANK` at least 16, as `tl.dot` demands."""
-    return next_power_of_2(table.largest_rank)
-
-
-def tiling(table: MatrixTable) -> Tiling:
-    """How these matrices are cut."""
-    return ELEMENTWISE if padded_rank(table) <= ELEMENTWISE_RANK else DOT
-
-
 class Side(NamedTuple):
     """How a product cuts one matrix into strips, each of which gives a partial sum of a factor."""
 
@@ -245,9 +232,9 @@ class Side(NamedTuple):
     start: int  # of the first partial sum
 
 
-def sides(table: MatrixTable, to_p: bool) -> list[Side]:
+def _sides(table: MatrixTable, to_p: bool) -> list[Side]:
     """A `Side` for each matrix."""
-    cut, found, start = tiling(table), [], 0
+    cut, found, start = table.tiling, [], 0
     tile, wanted = (cut.columns, cut.strip_columns) if to_p else (cut.rows, cut.strip_rows)
     for m in table.matrices:
         along, across = (m.rows, m.columns) if to_p else (m.columns, m.rows)
@@ -263,10 +250,10 @@ def strips(table: MatrixTable, to_p: bool) -> list[tuple[int, int, int, int, int
     Fields: matrix; first row for P, or column for Q; first and last column of the strip for P, or row for Q; start of
     the partial sum.
     """
-    block = tiling(table).rows if to_p else tiling(table).columns
+    block = table.tiling.rows if to_p else table.tiling.columns
     return [
         (i, first, begin, min(begin + side.strip, side.across), side.start + k * side.size)
-        for i, side in enumerate(sides(table, to_p))
+        for i, side in enumerate(table.sides[to_p])
         for first in range(0, side.along, block)
         for k, begin in enumerate(range(0, side.across, side.strip))
     ]
@@ -281,7 +268,7 @@ def chunks(table: MatrixTable, to_p: bool, chunk: int) -> list[tuple[int, int, i
     offsets = (table.p if to_p else table.q).offsets
     return [
         (first, side.size, side.n_strips, side.start, offset)
-        for side, offset in zip(sides(table, to_p), offsets, strict=True)
+        for side, offset in zip(table.sides[to_p], offsets, strict=True)
         for first in range(0, side.size, chunk)
     ]
 
@@ -340,35 +327,3 @@ class Operands:
         """The addresses of source, target and error memory: [3, matrices]."""
         # Without error feedback nothing is read at the third address, but the kernels test its alignment.
         return [each.data_ptr() for part in (self.source, self.target, self.error or self.target) for each in part]
-
-    def check(self, p: Tensor, q: Tensor) -> None:
-        """Raise ValueError unless matrices and packed factors fit the table."""
-        if self.keep and (self.error is None or self.table.dtype != self.table.compute):
-            raise ValueError(
-                f"M can be kept only with error feedback and in {self.table.compute}, not in {self.table.dtype}."
-            )
-        target = None if self.target is self.source else self.target
-        lists = ((self.source, self.table.dtype), (target, self.table.dtype), (self.error, self.table.compute))
-        for tensors, dtype in lists:
-            if tensors is None:
-                continue
-            if len(tensors) != len(self.table):
-                raise ValueError(f"Got {len(tensors)} matrices for a table of {len(self.table)}.")
-            for i, (tensor, matrix) in enumerate(zip(tensors, self.table.matrices, strict=True)):
-                shape = (matrix.rows, matrix.columns)
-                if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous():
-                    raise ValueError(
-                        f"Matrix {i} is {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()}; expected "
-                        f"a contiguous {dtype} {shape}."
-                    )
-        if (others := self.uncompressed) is not None:
-            others.table.check_wire(others.wire)
-            if others.wire.dtype != others.table.dtype:
-                raise ValueError(f"The wire is {others.wire.dtype}; expected {others.table.dtype}, as the gradients.")
-            others.table.check_tensors(others.source)
-            others.table.check_tensors(others.target)
-        if self.renewal is not None:
-            self.renewal.layout.check(self.renewal.following, "following")
-            check_step(self.renewal.step, "step", self.table.device)
-        self.table.p.check(p, "p")
-        self.table.q.check(q, "q")

@@ -46,11 +46,16 @@ def tolerance(dtype: torch.dtype) -> float:
 
 
 def orthogonalize_reference(wire: Tensor, layout: FactorLayout, out: Tensor, finite: Tensor) -> None:
-    """`orthogonalize` in plain PyTorch: Gram-Schmidt in fp64.
+    """Write an orthonormal basis of every factor's column space into ``out``, with zeros for dependent columns.
 
-    Factors of one size are handled together. They are padded, because sums may round by alignment: no factor's bits
-    depend on its neighbors.
+    Args:
+        wire: the packed factors, summed over the ranks: fp32, bf16 or fp64, of any finite magnitude.
+        layout: layout of the factors, each r x n with r <= n.
+        out: the packed result, fp32 or fp64. Overwritten; NaN throughout for a factor that is not finite.
+        finite: int32, one element per factor. Overwritten: 1, or 0 for a factor that is not finite.
     """
+    # Gram-Schmidt in fp64. Factors of one size are handled together. They are padded, because sums may round by
+    # alignment: no factor's bits depend on its neighbors.
     sources, targets = layout.views(wire), layout.views(out)
     sizes = list(zip(layout.ranks, layout.lengths, strict=True))
     for size in dict.fromkeys(sizes):
@@ -153,26 +158,9 @@ def gram_schmidt(rows: Tensor, tolerance: float) -> Tensor:
 def bound_orthogonalize(
     device: torch.device, wire: torch.dtype, out: torch.dtype, largest_rank: int
 ) -> Callable[..., None]:
-    """`orthogonalize` from a wire dtype into another, of ranks up to ``largest_rank``."""
+    """`orthogonalize_reference` from one dtype into another, of ranks up to ``largest_rank``, or its Triton kernels or
+    CPU path. In Triton, small factors take one launch, large ones five.
+    """
     cpu = orthogonalize_reference if torch.float64 in (wire, out) else orthogonalize_cpu
     takes_triton = largest_rank <= MAX_RANK and out == torch.float32
     return choose(device, cpu, orthogonalize_reference, takes_triton)
-
-
-def orthogonalize(wire: Tensor, layout: FactorLayout, out: Tensor, finite: Tensor) -> None:
-    """Write an orthonormal basis of every factor's column space into ``out``, with zeros for dependent columns.
-
-    One launch for small factors, five for large ones.
-
-    Args:
-        wire: the packed factors, summed over the ranks: fp32, bf16 or fp64, of any finite magnitude.
-        layout: layout of the factors, each r x n with r <= n.
-        out: the packed result, fp32 or fp64. Overwritten; NaN throughout for a factor that is not finite.
-        finite: int32, one element per factor. Overwritten: 1, or 0 for a factor that is not finite.
-
-    Raises:
-        ValueError: a buffer does not fit the layout.
-    """
-    layout.check(wire, "wire")
-    layout.check(out, "out")
-    bound_orthogonalize(out.device, wire.dtype, out.dtype, max(layout.ranks))(wire, layout, out, finite)

@@ -17,7 +17,6 @@ computing a tall-skinny QR factorization on a large-scale parallel system", Scal
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -313,72 +312,63 @@ def factor_programs(tiles: Sequence[tuple[int, int, int, int]]) -> list[tuple[in
     return [(factors[first], first, members.count(member)) for member, first in enumerate(firsts)]
 
 
-class _Plan(NamedTuple):
-    """The arguments of the launches for the factors of one layout, for all steps."""
-
-    small: dict[str, Any] | None  # of `_gram_schmidt_kernel`; None: there are no small factors
-    tiles: dict[str, Any] | None  # of the kernels with a program for each tile; None: there are no large factors
-    factors: dict[str, Any]  # of `_factorize_kernel`
-    n_small: int
-    n_members: int  # large factors
-
-
-def _plan(layout: FactorLayout, device: torch.device) -> _Plan:
-    cache, eps, rank = layout.on_device, torch.finfo(torch.float32).eps, next_power_of_2(max(layout.ranks))
-    shared = {"layout_ptr": layout.packed(device), "n_factors": len(layout)}
+def orthogonalize_triton(wire: Tensor, layout: FactorLayout, out: Tensor, finite: Tensor) -> None:
+    """`orthogonalize` of factors of ranks up to `MAX_RANK`, into fp32: one launch for small ones, five for large."""
+    rank = next_power_of_2(max(layout.ranks))
     longest = longest_small(rank)
     small = [i for i, length in enumerate(layout.lengths) if length <= longest]
     large = [i for i, length in enumerate(layout.lengths) if length > longest]
-    of_small, of_tiles, of_factors = None, None, {}
-    if small:
-        short = max(1, longest // SHORTENING)
-        is_short = max(layout.lengths[i] for i in small) <= short
-        of_small = shared | {
-            "members_ptr": cache.get("small", device, lambda: [[i] for i in small]),
-            "TOLERANCE": tolerance(torch.float32),
-            "RANK": rank,
-            "LENGTH": short if is_short else longest,
-            "num_warps": SHORT_NUM_WARPS if is_short else SMALL_NUM_WARPS,
-        }
-    if large:
-        rank = max(16, rank)  # `tl.dot` accepts no side shorter than 16
-        block = BLOCK_NUMEL // rank
-        programs = tile_programs(layout, large, block)
-        of_tiles = shared | {
-            "tiles_ptr": cache.get("tiles", device, lambda: programs),
-            "n_programs": len(programs),
-            "RANK": rank,
-            "BLOCK": block,
-            "num_warps": 4 if rank == 16 else 8,
-        }
-        of_factors = shared | {
-            "members_ptr": cache.get("members", device, lambda: factor_programs(programs)),
-            "n_members": len(large),
-            "PIVOT_PER_RANK": PIVOT_EPS * eps,
-            "GROWTH": GROWTH_EPS / eps,
-            "RANK": rank,
-            "TILES": max(1, GRAMS_NUMEL // rank**2),
-            "num_warps": 1 if rank <= 32 else 8,  # one warp eliminates fastest; not timed at rank 64
-        }
-    return _Plan(of_small, of_tiles, of_factors, len(small), len(large))
-
-
-def orthogonalize_triton(wire: Tensor, layout: FactorLayout, out: Tensor, finite: Tensor) -> None:
-    """`orthogonalize` of factors of ranks up to `MAX_RANK`, into fp32: one launch for small ones, five for large."""
-    plan = layout.plans.get(out.device) or layout.plans.setdefault(out.device, _plan(layout, out.device))
     with torch.cuda.device_of(out):
-        if plan.small is not None:
-            _gram_schmidt_kernel[(plan.n_small,)](wire_ptr=wire, out_ptr=out, finite_ptr=finite, **plan.small)
-        if plan.tiles is None:
-            return
-        n_programs, size = plan.tiles["n_programs"], plan.tiles["RANK"] * (plan.tiles["RANK"] + 1)
-        grams = torch.empty(n_programs, size, dtype=torch.float32, device=out.device)
-        transforms = torch.empty(plan.n_members, size, dtype=torch.float32, device=out.device)
-        _gram_kernel[(n_programs,)](wire_ptr=wire, grams_ptr=grams, **plan.tiles)
-        for source, next_grams in ((wire, grams), (out, None)):
-            _factorize_kernel[(plan.n_members,)](
-                grams_ptr=grams, transforms_ptr=transforms, finite_ptr=finite, **plan.factors
+        if small:
+            short = max(1, longest // SHORTENING)
+            is_short = max(layout.lengths[i] for i in small) <= short
+            _gram_schmidt_kernel[(len(small),)](
+                wire_ptr=wire,
+                layout_ptr=layout.packed(out.device),
+                members_ptr=layout.on_device.get("small", out.device, lambda: [[i] for i in small]),
+                out_ptr=out,
+                finite_ptr=finite,
+                n_factors=len(layout),
+                TOLERANCE=tolerance(torch.float32),
+                RANK=rank,
+                LENGTH=short if is_short else longest,
+                num_warps=SHORT_NUM_WARPS if is_short else SMALL_NUM_WARPS,
             )
-            _apply_kernel[(n_programs,)](
-                in_ptr=source, transforms_ptr=transforms, out_ptr=out, next_grams_ptr=next_grams, **plan.tiles
-            )
+        if large:
+            _orthogonalize_large(wire, layout, out, finite, large, max(16, rank))  # `tl.dot` takes no side below 16
+
+
+def _orthogonalize_large(
+    wire: Tensor, layout: FactorLayout, out: Tensor, finite: Tensor, large: Sequence[int], rank: int
+) -> None:
+    """Cholesky QR of the factors ``large``, of ranks up to ``rank``."""
+    eps, block, size, cache = torch.finfo(torch.float32).eps, BLOCK_NUMEL // rank, rank * (rank + 1), layout.on_device
+    tiles_ptr = cache.get("tiles", out.device, lambda: tile_programs(layout, large, block))
+    members_ptr = cache.get("members", out.device, lambda: factor_programs(tile_programs(layout, large, block)))
+    n_programs = tiles_ptr.shape[1]
+    grams = torch.empty(n_programs, size, dtype=torch.float32, device=out.device)
+    transforms = torch.empty(len(large), size, dtype=torch.float32, device=out.device)
+    shared = {"layout_ptr": layout.packed(out.device), "n_factors": len(layout), "RANK": rank}
+    tiles = shared | {
+        "tiles_ptr": tiles_ptr,
+        "n_programs": n_programs,
+        "BLOCK": block,
+        "num_warps": 4 if rank == 16 else 8,
+    }
+    _gram_kernel[(n_programs,)](wire_ptr=wire, grams_ptr=grams, **tiles)
+    for source, next_grams in ((wire, grams), (out, None)):
+        _factorize_kernel[(len(large),)](
+            grams_ptr=grams,
+            members_ptr=members_ptr,
+            transforms_ptr=transforms,
+            finite_ptr=finite,
+            n_members=len(large),
+            PIVOT_PER_RANK=PIVOT_EPS * eps,
+            GROWTH=GROWTH_EPS / eps,
+            TILES=max(1, GRAMS_NUMEL // rank**2),
+            num_warps=1 if rank <= 32 else 8,  # one warp eliminates fastest; not timed at rank 64
+            **shared,
+        )
+        _apply_kernel[(n_programs,)](
+            in_ptr=source, transforms_ptr=transforms, out_ptr=out, next_grams_ptr=next_grams, **tiles
+        )

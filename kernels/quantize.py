@@ -39,13 +39,12 @@ with one in bf16.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from gradwire.kernels.block_table import ALIGN_BYTES, HEADER_BYTES, BlockTable, Section
-from gradwire.kernels.counter_random import check_step
+from gradwire.kernels.block_table import HEADER_BYTES, BlockTable, Section
 from gradwire.kernels.dispatch import choose
 from gradwire.kernels.layouts import memory_order
 from gradwire.kernels.quantize_cpu import (
@@ -56,63 +55,6 @@ from gradwire.kernels.quantize_cpu import (
     sum_quantized_cpu,
 )
 from gradwire.kernels.wire_formats import Rounding, encode_with_errors
-
-MESSAGE_DTYPES = (torch.uint8,)
-ERROR_DTYPES = (torch.float32, torch.bfloat16)
-
-
-def _check_buffer(
-    tensor: Tensor, name: str, shape: tuple[int, ...], device: torch.device, dtypes: Sequence[torch.dtype]
-) -> None:
-    """Raise ValueError unless a buffer has ``shape``, and lies where kernels can read 16 bytes at a time."""
-    if tensor.dtype not in dtypes or tensor.shape != shape or not tensor.is_contiguous() or tensor.device != device:
-        raise ValueError(
-            f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}; expected a contiguous "
-            f"{' or '.join(map(str, dtypes))} tensor of {shape} on {device}. Allocate it in the shape that its "
-            "MessageLayout or BlockTable gives."
-        )
-    if tensor.data_ptr() % ALIGN_BYTES != 0:
-        raise ValueError(
-            f"{name} begins at an address that is not a multiple of {ALIGN_BYTES}. Pass a separate tensor, or a view "
-            f"that begins at a multiple of {ALIGN_BYTES} bytes."
-        )
-
-
-def _check_message(section: Section, tensor: Tensor, name: str) -> None:
-    """Raise ValueError unless the message has room for the section."""
-    table = section.table
-    if tensor.dim() != 3:
-        raise ValueError(f"{name} has {tensor.dim()} dimensions; expected [pieces, n, cell_bytes].")
-    _check_buffer(tensor, name, tuple(tensor.shape), table.device, MESSAGE_DTYPES)
-    pieces, world_size, cell_bytes = tensor.shape
-    end = section.payload_at + section.blocks_per_cell * section.payload_bytes
-    if pieces * world_size * section.blocks_per_cell < table.n_blocks or end > cell_bytes:
-        raise ValueError(
-            f"{name} has {pieces * world_size} cells of {cell_bytes} bytes; the section needs room for "
-            f"{table.n_blocks} blocks, {section.blocks_per_cell} in each cell, which end at byte {end}. Use the "
-            "MessageLayout that the section belongs to."
-        )
-
-
-def _check_errors(errors: Tensor | None, pending: Tensor | None, step: Tensor | None, numel: int, device: Any) -> None:
-    """Raise ValueError unless the error memories fit, and there are random numbers for what needs them."""
-    if step is not None:
-        check_step(step, "rounding.step", device)
-    if errors is None and pending is None:
-        return
-    if errors is None or pending is None:
-        raise ValueError("errors and pending come together; pass both, or None for both: no error feedback.")
-    for name, tensor in (("errors", errors), ("pending", pending)):
-        _check_buffer(tensor, name, (numel,), device, ERROR_DTYPES)
-    if errors.dtype != pending.dtype:
-        raise ValueError(f"errors is {errors.dtype}, pending is {pending.dtype}; expected one dtype.")
-    if pending.dtype == torch.bfloat16 and step is None:
-        raise ValueError("pending is torch.bfloat16, which is rounded stochastically; pass rounding=Rounding(step).")
-
-
-def _check_rank(rank: int, world_size: int) -> None:
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank is {rank}; expected a number from 0 to {world_size - 1}, the shards in received.")
 
 
 def _store(cells: Tensor, section: Section, encoded: tuple[Tensor | None, Tensor]) -> None:
@@ -138,12 +80,24 @@ def quantize_reference(
     section: Section,
     message: Tensor,
     scale: float,
-    errors: Tensor | None,
-    pending: Tensor | None,
-    rounding: Rounding | None,
+    errors: Tensor | None = None,
+    pending: Tensor | None = None,
+    rounding: Rounding | None = None,
     cleared: Tensor | None = None,
 ) -> None:
-    """`quantize` in plain PyTorch."""
+    """Encode ``tensors * scale + errors`` into the cells of ``message``, and write what encoding lost to ``pending``.
+
+    Args:
+        tensors: those that ``section.table`` was built for.
+        section: the layout and the format.
+        message: uint8, [pieces, n, cell_bytes]. The section's scales and payloads are overwritten.
+        scale: multiplies the gradients before anything else; 1 / n for a mean over n ranks.
+        errors: the error memory, flat, `BlockTable.numel` elements of fp32 or bf16, 0 where blocks lack elements;
+            None: no error feedback.
+        pending: error of this step, like ``errors``. Overwritten; `commit_errors` makes it permanent.
+        rounding: the random numbers; None: round to nearest even. An error memory in bf16 needs them.
+        cleared: uint8, [pieces, cell_bytes]: the ``result`` of `reduce_quantized`. Its headers become 0.
+    """
     if cleared is not None:
         cleared[:, :HEADER_BYTES].zero_()
     table = section.table
@@ -171,11 +125,25 @@ def reduce_quantized_reference(
     section: Section,
     result: Tensor,
     rank: int,
-    errors: Tensor | None,
-    pending: Tensor | None,
-    rounding: Rounding | None,
+    errors: Tensor | None = None,
+    pending: Tensor | None = None,
+    rounding: Rounding | None = None,
 ) -> None:
-    """`reduce_quantized` in plain PyTorch, piece by piece."""
+    """Encode ``sum(decode(received)) + errors`` into ``result``, and write what encoding lost to ``pending``.
+
+    The flag in the header of a piece of ``result`` becomes 1 if one of its sums is not finite. The caller sets the
+    flags to 0 before the first section, as `quantize` can.
+
+    Args:
+        received: uint8, [pieces, n, cell_bytes]: cell [p, ``rank``] of the message of each of the n ranks.
+        section: the layout and the format.
+        result: uint8, [pieces, cell_bytes]. The section's scales and payloads are overwritten.
+        rank: this rank, from 0 to n - 1.
+        errors: this rank's error memory of the second shot, flat, `MessageLayout.shard_numel` elements of fp32 or
+            bf16; None: no error feedback.
+        pending: error of this step, like ``errors``. Overwritten, with 0 where cells have no blocks.
+        rounding: the random numbers; None: round to nearest even. An error memory in bf16 needs them.
+    """
     table = section.table
     pieces, world_size, _ = received.shape
     room = section.blocks_per_cell * table.block_size
@@ -206,7 +174,14 @@ def _is_present(counts: Tensor, table: BlockTable) -> Tensor:
 
 
 def sum_quantized_reference(received: Tensor, section: Section, total: Tensor, rank: int) -> None:
-    """`sum_quantized` in plain PyTorch, piece by piece."""
+    """``total = sum(decode(received))``, the end of a reduce-scatter.
+
+    Args:
+        received: uint8, [pieces, n, cell_bytes]: cell [p, ``rank``] of the message of each of the n ranks.
+        section: the layout and the format.
+        total: fp32, flat, `MessageLayout.shard_numel` elements. Overwritten, with 0 where cells have no blocks.
+        rank: this rank, from 0 to n - 1.
+    """
     table = section.table
     pieces, world_size, _ = received.shape
     sums = total.zero_().view(pieces, section.blocks_per_cell, table.block_size)
@@ -219,7 +194,15 @@ def sum_quantized_reference(received: Tensor, section: Section, total: Tensor, r
 
 
 def dequantize_reference(gathered: Tensor, section: Section, tensors: Sequence[Tensor]) -> None:
-    """`dequantize` in plain PyTorch."""
+    """Decode the cells of ``gathered`` into the tensors, in place.
+
+    Finite values saturate at the range of the tensors' dtype if that is fp16 or bf16.
+
+    Args:
+        gathered: uint8, [pieces, n, cell_bytes]: piece p of the result of each of the n ranks.
+        section: the layout and the format.
+        tensors: those that ``section.table`` was built for. Overwritten.
+    """
     table = section.table
     values = _decode_cells(gathered.flatten(0, 1), section, table.n_blocks).flatten()
     if table.dtype.itemsize == 2:
@@ -230,13 +213,23 @@ def dequantize_reference(gathered: Tensor, section: Section, tensors: Sequence[T
 
 
 def commit_errors_reference(gathered: Tensor, pending: Tensor, errors: Tensor) -> None:
-    """`commit_errors` in plain PyTorch."""
+    """Copy ``pending`` to ``errors`` unless a header of ``gathered`` has a flag. A GPU is not synchronized.
+
+    Args:
+        gathered: uint8, [pieces, n, cell_bytes].
+        pending: flat, of any dtype: the errors of this step, of both shots and all sections.
+        errors: the error memories, like ``pending``. Overwritten.
+    """
     is_flagged = (gathered[..., :4] != 0).any()
     errors.copy_(torch.where(is_flagged, errors, pending))
 
 
 class QuantizationKernels(NamedTuple):
-    """The operations on one device. All but ``commit_errors`` need a section with blocks."""
+    """The operations on one device, with the arguments of `quantize_reference` and so on.
+
+    All but ``commit_errors`` need a section with blocks. Messages and error memories are contiguous, and begin at
+    multiples of 16 bytes.
+    """
 
     quantize: Callable[..., None]
     reduce_quantized: Callable[..., None]
@@ -254,143 +247,3 @@ def bound_quantization(device: torch.device) -> QuantizationKernels:
         choose(device, dequantize_cpu, dequantize_reference),
         choose(device, commit_errors_cpu, commit_errors_reference),
     )
-
-
-def quantize(
-    tensors: Sequence[Tensor],
-    section: Section,
-    message: Tensor,
-    *,
-    scale: float,
-    errors: Tensor | None = None,
-    pending: Tensor | None = None,
-    rounding: Rounding | None = None,
-    cleared: Tensor | None = None,
-) -> None:
-    """Encode ``tensors * scale + errors`` into the cells of ``message``, and write what encoding lost to ``pending``.
-
-    One launch.
-
-    Args:
-        tensors: those that ``section.table`` was built for.
-        section: the layout and the format.
-        message: uint8, [pieces, n, cell_bytes]. The section's scales and payloads are overwritten.
-        scale: multiplies the gradients before anything else; 1 / n for a mean over n ranks.
-        errors: the error memory, flat, `BlockTable.numel` elements of fp32 or bf16, 0 where blocks lack elements;
-            None: no error feedback.
-        pending: error of this step, like ``errors``. Overwritten; `commit_errors` makes it permanent.
-        rounding: the random numbers; None: round to nearest even. An error memory in bf16 needs them.
-        cleared: uint8, [pieces, cell_bytes]: the ``result`` of `reduce_quantized`. Its headers become 0.
-
-    Raises:
-        ValueError: an argument does not fit the section.
-    """
-    section.table.segments.check_tensors(tensors)
-    step = None if rounding is None else rounding.step
-    _check_message(section, message, "message")
-    _check_errors(errors, pending, step, section.table.numel, section.table.device)
-    if section.table.n_blocks > 0:
-        bound_quantization(message.device).quantize(tensors, section, message, scale, errors, pending, rounding)
-
-
-def reduce_quantized(
-    received: Tensor,
-    section: Section,
-    result: Tensor,
-    *,
-    rank: int,
-    errors: Tensor | None = None,
-    pending: Tensor | None = None,
-    rounding: Rounding | None = None,
-) -> None:
-    """Encode ``sum(decode(received)) + errors`` into ``result``, and write what encoding lost to ``pending``.
-
-    The flag in the header of a piece of ``result`` becomes 1 if one of its sums is not finite. The caller sets the
-    flags to 0 before the first section, as `quantize` can. One launch.
-
-    Args:
-        received: uint8, [pieces, n, cell_bytes]: cell [p, ``rank``] of the message of each of the n ranks.
-        section: the layout and the format.
-        result: uint8, [pieces, cell_bytes]. The section's scales and payloads are overwritten.
-        rank: this rank, from 0 to n - 1.
-        errors: this rank's error memory of the second shot, flat, `MessageLayout.shard_numel` elements of fp32 or
-            bf16; None: no error feedback.
-        pending: error of this step, like ``errors``. Overwritten, with 0 where cells have no blocks.
-        rounding: the random numbers; None: round to nearest even. An error memory in bf16 needs them.
-
-    Raises:
-        ValueError: an argument does not fit the section.
-    """
-    step = None if rounding is None else rounding.step
-    _check_message(section, received, "received")
-    pieces, world_size, cell_bytes = received.shape
-    _check_buffer(result, "result", (pieces, cell_bytes), received.device, MESSAGE_DTYPES)
-    numel = pieces * section.blocks_per_cell * section.table.block_size
-    _check_errors(errors, pending, step, numel, received.device)
-    _check_rank(rank, world_size)
-    if section.blocks_per_cell > 0:
-        bound_quantization(received.device).reduce_quantized(received, section, result, rank, errors, pending, rounding)
-
-
-def sum_quantized(received: Tensor, section: Section, total: Tensor, *, rank: int) -> None:
-    """``total = sum(decode(received))``, the end of a reduce-scatter, in one launch.
-
-    Args:
-        received: uint8, [pieces, n, cell_bytes]: cell [p, ``rank``] of the message of each of the n ranks.
-        section: the layout and the format.
-        total: fp32, flat, `MessageLayout.shard_numel` elements. Overwritten, with 0 where cells have no blocks.
-        rank: this rank, from 0 to n - 1.
-
-    Raises:
-        ValueError: an argument does not fit the section.
-    """
-    _check_message(section, received, "received")
-    pieces, world_size, _ = received.shape
-    numel = pieces * section.blocks_per_cell * section.table.block_size
-    _check_buffer(total, "total", (numel,), received.device, (torch.float32,))
-    _check_rank(rank, world_size)
-    if section.blocks_per_cell > 0:
-        bound_quantization(received.device).sum_quantized(received, section, total, rank)
-
-
-def dequantize(gathered: Tensor, section: Section, tensors: Sequence[Tensor]) -> None:
-    """Decode the cells of ``gathered`` into the tensors, in place.
-
-    Finite values saturate at the range of the tensors' dtype if that is fp16 or bf16. One launch.
-
-    Args:
-        gathered: uint8, [pieces, n, cell_bytes]: piece p of the result of each of the n ranks.
-        section: the layout and the format.
-        tensors: those that ``section.table`` was built for. Overwritten.
-
-    Raises:
-        ValueError: an argument does not fit the section.
-    """
-    section.table.segments.check_tensors(tensors)
-    _check_message(section, gathered, "gathered")
-    if section.table.n_blocks > 0:
-        bound_quantization(gathered.device).dequantize(gathered, section, tensors)
-
-
-def commit_errors(gathered: Tensor, pending: Tensor, errors: Tensor) -> None:
-    """Copy ``pending`` to ``errors`` unless a header of ``gathered`` has a flag. A GPU is not synchronized.
-
-    One launch.
-
-    Args:
-        gathered: uint8, [pieces, n, cell_bytes].
-        pending: flat, of any dtype: the errors of this step, of both shots and all sections.
-        errors: the error memories, like ``pending``. Overwritten.
-
-    Raises:
-        ValueError: the tensors do not fit one another.
-    """
-    _check_buffer(gathered, "gathered", tuple(gathered.shape), errors.device, MESSAGE_DTYPES)
-    is_flat = errors.dim() == 1 and errors.is_contiguous() and pending.is_contiguous()
-    if errors.dtype != pending.dtype or errors.shape != pending.shape or not is_flat:
-        raise ValueError(
-            f"pending is {pending.dtype} {tuple(pending.shape)}, errors is {errors.dtype} {tuple(errors.shape)}; "
-            "expected contiguous 1-D tensors of one dtype and size."
-        )
-    if errors.numel() > 0:
-        bound_quantization(gathered.device).commit_errors(gathered, pending, errors)

@@ -314,9 +314,9 @@ def quantize_cpu(
     section: Section,
     message: Tensor,
     scale: float,
-    errors: Tensor | None,
-    pending: Tensor | None,
-    rounding: Rounding | None,
+    errors: Tensor | None = None,
+    pending: Tensor | None = None,
+    rounding: Rounding | None = None,
     cleared: Tensor | None = None,
 ) -> None:
     """`quantize` on a CPU."""
@@ -364,9 +364,9 @@ def reduce_quantized_cpu(
     section: Section,
     result: Tensor,
     rank: int,
-    errors: Tensor | None,
-    pending: Tensor | None,
-    rounding: Rounding | None,
+    errors: Tensor | None = None,
+    pending: Tensor | None = None,
+    rounding: Rounding | None = None,
 ) -> None:
     """`reduce_quantized` on a CPU."""
     width = section.payload_bytes

@@ -371,9 +371,9 @@ def quantize_triton(
     section: Section,
     message: Tensor,
     scale: float,
-    errors: Tensor | None,
-    pending: Tensor | None,
-    rounding: Rounding | None,
+    errors: Tensor | None = None,
+    pending: Tensor | None = None,
+    rounding: Rounding | None = None,
     cleared: Tensor | None = None,
 ) -> None:
     """`quantize` in one launch."""
@@ -431,9 +431,9 @@ def reduce_quantized_triton(
     section: Section,
     result: Tensor,
     rank: int,
-    errors: Tensor | None,
-    pending: Tensor | None,
-    rounding: Rounding | None,
+    errors: Tensor | None = None,
+    pending: Tensor | None = None,
+    rounding: Rounding | None = None,
 ) -> None:
     """`reduce_quantized` in one launch."""
     memory = {"errors_ptr": errors, "result_ptr": result, "pending_ptr": pending}

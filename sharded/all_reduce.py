@@ -17,7 +17,7 @@ from gradwire.compress import Gradients
 from gradwire.hooks._bucket import Bucket, BucketWork, CommHook, Tables, is_zero_copy
 from gradwire.hooks._names import plain_name
 from gradwire.hooks.hook_state import HookState
-from gradwire.kernels import SegmentTable, unflatten
+from gradwire.kernels import SegmentTable
 from gradwire.sharded.exchange import ShardedExchange, described, name_of
 from gradwire.sharded.reduce_scatter import QuantizedReduceScatter
 from gradwire.sharded.torch_internals import ParameterGroup
@@ -122,7 +122,7 @@ class ShardBucket(Bucket):
         if result.numel() == flat.numel() and not self.zero_copy:
             flat.copy_(result.view_as(flat))
         else:
-            unflatten(result.view(-1), self.gradients(), table=self._table)
+            Gradients(self.gradients(), self._table).unflatten(result.view(-1))
 
 
 class ReplicaGroup(dist.ProcessGroup):

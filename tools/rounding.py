@@ -84,20 +84,21 @@ class TwoShot:
     def mean(self, gradients: Sequence[Gradients]) -> Tensor:
         """The mean that every rank computes in one step."""
         n, layout, section = len(gradients), self._layout, self._section
+        bound = kernels.bound_quantization(section.table.device)
         first_shot, second_shot = slice(section.table.numel), slice(section.table.numel, None)
         messages = torch.zeros(n, *layout.message_shape, dtype=torch.uint8)
         for rank, own in enumerate(gradients):
             errors, pending = self._errors[rank, first_shot], self._pending[rank, first_shot]
-            kernels.quantize(own, section, messages[rank], scale=1 / n, errors=errors, pending=pending)
+            bound.quantize(own, section, messages[rank], 1 / n, errors, pending)
         gathered = torch.zeros(layout.message_shape, dtype=torch.uint8)
         for rank in range(n):
             errors, pending = self._errors[rank, second_shot], self._pending[rank, second_shot]
             received, result = messages[:, :, rank].transpose(0, 1).contiguous(), gathered[:, rank].clone()
-            kernels.reduce_quantized(received, section, result, rank=rank, errors=errors, pending=pending)
+            bound.reduce_quantized(received, section, result, rank, errors, pending)
             gathered[:, rank] = result
         means = [torch.empty_like(gradient) for gradient in gradients[0]]
-        kernels.dequantize(gathered, section, means)
-        kernels.commit_errors(gathered, self._pending.flatten(), self._errors.flatten())
+        bound.dequantize(gathered, section, means)
+        bound.commit_errors(gathered, self._pending.flatten(), self._errors.flatten())
         return vector_of(means)
 
 

@@ -43,7 +43,8 @@ def python_headers(device: torch.device) -> None:
 def kernel_launch(device: torch.device) -> None:
     """A kernel compiles and runs."""
     gradients, wire = [torch.ones(5000, device=device)], torch.zeros(5000, dtype=torch.float16, device=device)
-    kernels.flatten(gradients, wire, scale=0.5)
+    table = kernels.SegmentTable(gradients)
+    table.kernels.flatten(gradients, table, wire, 0.5)
     require(bool((wire == 0.5).all()), "flatten, scaled by 0.5, does not give 0.5")
 
 

@@ -71,7 +71,7 @@ def flattening(source: torch.dtype, layout: str, device: torch.device) -> None:
             for _ in range(2):
                 wire = _empty((table.numel,), wire_dtype, device, offset)
                 counters = torch.zeros(2, dtype=torch.int64, device=device) if counted else None
-                kernels.flatten(tensors, wire, table=table, scale=scale, limit=limit, counters=counters)
+                table.kernels.flatten(tensors, table, wire, scale, limit, counters)
                 wires.append(wire)
                 counts.append(counters.tolist() if counters is not None else None)
             expected = _empty((table.numel,), wire_dtype, device, 0)
@@ -84,10 +84,10 @@ def flattening(source: torch.dtype, layout: str, device: torch.device) -> None:
                 require(is_same, f"flatten to {what} counted {counts}, expected {counters.tolist()}")
 
             results = []
-            for function in (kernels.unflatten, kernels.unflatten, kernels.unflatten_reference):
+            for function in (table.kernels.unflatten, table.kernels.unflatten, kernels.unflatten_reference):
                 targets = [_empty(shape, source, device, offset) for shape in SIZES[layout]]
                 absmax = torch.zeros(1, device=device) if counted else None
-                function(expected, targets, table=table, scale=scale, absmax=absmax)
+                function(expected, targets, table, scale, absmax)
                 results.append([*targets, absmax] if absmax is not None else targets)
             for first, second, reference in zip(*results, strict=True):
                 same(first, second, f"unflatten from {what}, run twice")
@@ -145,6 +145,7 @@ def _matrices(rank: int, offset: int) -> list[kernels.Matrix]:
 def lowrank(dtype: torch.dtype, rank: int, offset: int, precision: str, device: torch.device) -> None:
     """The three passes of PowerSGD over a bucket, with M kept where that is possible, added up again, and without E."""
     table = kernels.MatrixTable(_matrices(rank, offset), dtype, device, precision)
+    passes = kernels.bound_low_rank(table)
     is_tf32 = device.type == "cuda" and dot_precision(table) == "tf32"
     compute, scale = table.compute, 0.5
     wire_dtype = torch.bfloat16 if dtype == torch.float16 else dtype
@@ -173,10 +174,10 @@ def lowrank(dtype: torch.dtype, rank: int, offset: int, precision: str, device: 
             error = [e.clone() for e in errors] if has_error else None
             operands = kernels.Operands(table, source, target, error, keep)
             p, q = _empty((table.p.numel,), wire_dtype, device, 0), _empty((table.q.numel,), wire_dtype, device, 0)
-            kernels.project(operands, q_in, p, scale=scale)
-            kernels.backproject(operands, p_in, q, scale=scale)
+            passes.project(operands, q_in, p, scale)
+            passes.backproject(operands, p_in, q, scale)
             q_sent = factor(table.q, wire_dtype) if not runs else runs[0][-1]
-            kernels.reconstruct(operands, p_in, q_sent, finite)
+            passes.reconstruct(operands, p_in, q_sent, finite)
             runs.append((p, q, target, error, q_sent))
         (p, q, target, error, q_sent), again = runs
         for first, second in ((p, again[0]), (q, again[1]), *zip(target, again[2], strict=True)):
@@ -212,6 +213,7 @@ def lowrank_at_any_address(rank: int, device: torch.device) -> None:
     table = kernels.MatrixTable(
         [kernels.Matrix(96, 1056, rank), kernels.Matrix(33, 40, min(rank, 33))], torch.float32, device
     )
+    passes = kernels.bound_low_rank(table)
     generator = torch.Generator().manual_seed(rank)
     gradients = [torch.randn(m.rows, m.columns, generator=generator).to(device) for m in table.matrices]
     p_in, q_in = (torch.randn(side.numel, generator=generator).to(device) for side in (table.p, table.q))
@@ -222,9 +224,9 @@ def lowrank_at_any_address(rank: int, device: torch.device) -> None:
         torch._foreach_copy_(target, gradients)
         operands = kernels.Operands(table, target, target, None, False)
         p, q = (_empty((side.numel,), torch.float32, device, 0) for side in (table.p, table.q))
-        kernels.project(operands, q_in, p, scale=0.5)
-        kernels.backproject(operands, p_in, q, scale=0.5)
-        kernels.reconstruct(operands, p_in, q_in, finite)
+        passes.project(operands, q_in, p, 0.5)
+        passes.backproject(operands, p_in, q, 0.5)
+        passes.reconstruct(operands, p_in, q_in, finite)
         results.append((p, q, *target))
     if device.type != "cuda":
         raise Skipped("on CPUs the bits may depend on the alignment")
@@ -237,6 +239,7 @@ def orthogonalization(rank: int, device: torch.device) -> None:
     lengths = [length for length in (64, 65, 768, 3072, 50257) if length >= rank]
     generator = torch.Generator().manual_seed(rank)
     for wire_dtype in (torch.float32, torch.bfloat16):
+        orthogonalize = kernels.bound_orthogonalize(device, wire_dtype, torch.float32, rank)
         factor = kernels.FactorLayout([rank] * (len(lengths) + 2), [*lengths, 769, 4099])
         wire = torch.randn(factor.numel, generator=generator).to(wire_dtype).to(device)
         views = factor.views(wire)
@@ -248,7 +251,7 @@ def orthogonalization(rank: int, device: torch.device) -> None:
         for _ in range(2):
             out = _empty((factor.numel,), torch.float32, device, 0)
             finite = torch.full((len(views),), 7, dtype=torch.int32, device=device)
-            kernels.orthogonalize(wire, factor, out, finite)
+            orthogonalize(wire, factor, out, finite)
             runs.append((out, finite))
         (out, finite), again = runs
         expected = [1] * (len(views) - 1) + [0]
@@ -278,13 +281,13 @@ def warm_start(rank: int, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(rank)
     factor = kernels.FactorLayout([rank] * len(lengths), lengths)
     keys = [kernels.random_key(0, str(i)) for i in range(len(lengths))]
-    step = torch.full((1,), 16, device=device)
+    step, renew = torch.full((1,), 16, device=device), kernels.bound_renew(device, torch.float32)
     for wire_dtype in (torch.float32, torch.bfloat16):
         wire = torch.randn(factor.numel, generator=generator).to(wire_dtype).to(device)
         factor.views(wire)[1][0] = 0
         factor.views(wire)[2][rank - 1, 5] = torch.inf
         results = []
-        for function in (kernels.renew, kernels.renew, kernels.renew_reference):
+        for function in (renew, renew, kernels.renew_reference):
             following = torch.full((factor.numel,), 776.0, device=device)
             finite = torch.ones(len(lengths), dtype=torch.int32, device=device)
             function(wire, factor, keys, step, following, finite)
@@ -298,8 +301,8 @@ def warm_start(rank: int, device: torch.device) -> None:
             bound = (lengths[i] + 4) * 2**-23 * expected.double().abs()
             within(mine, expected.double(), bound, what)
     drawn, again = (torch.empty(factor.numel, device=device) for _ in range(2))
-    kernels.draw(factor, keys, step, drawn)
-    kernels.draw(factor, keys, step, again)
+    kernels.draw(renew, factor, keys, step, drawn)
+    kernels.draw(renew, factor, keys, step, again)
     for one, other in zip(factor.views(drawn), factor.views(again), strict=True):
         same(one, other, "draw, run twice")
         within(one.double().norm(dim=1), torch.ones_like(one[:, 0]).double(), torch.full_like(one[:, 0], 1e-5), "draw")
@@ -315,10 +318,10 @@ def flattening_beyond_int32(device: torch.device) -> None:
             part.normal_()
     table = kernels.SegmentTable(tensors)
     wire = torch.full((table.numel,), torch.nan, dtype=torch.bfloat16, device=device)
-    kernels.flatten(tensors, wire, table=table, scale=0.5)
+    table.kernels.flatten(tensors, table, wire, 0.5)
     results = [torch.full_like(tensor, torch.nan) for tensor in tensors]
     absmax = torch.zeros(1, device=device)
-    kernels.unflatten(wire, results, table=table, scale=2.0, absmax=absmax)
+    table.kernels.unflatten(wire, results, table, 2.0, absmax)
     largest = torch.zeros((), device=device)
     for i, (tensor, segment) in enumerate(zip(tensors, table.views(wire), strict=True)):
         parts = zip(tensor.split(step), segment.split(step), results[i].split(step), strict=True)
@@ -359,9 +362,10 @@ def lowrank_beyond_int32(device: torch.device) -> None:
     p_packed, q_packed = torch.zeros_like(p), torch.zeros_like(q)
     table.p.views(p_packed)[0].copy_(p_in)
     table.q.views(q_packed)[0].copy_(q_in)
-    kernels.project(operands, q_packed, p, scale=scale)
-    kernels.backproject(operands, p_packed, q, scale=scale)
-    kernels.reconstruct(operands, p_packed, q_packed, torch.ones(1, dtype=torch.int32, device=device))
+    passes = kernels.bound_low_rank(table)
+    passes.project(operands, q_packed, p, scale)
+    passes.backproject(operands, p_packed, q, scale)
+    passes.reconstruct(operands, p_packed, q_packed, torch.ones(1, dtype=torch.int32, device=device))
     k = (rows + 4) * 2**-24
     within(table.q.views(q)[0], total, k / (1 - k) * magnitude, "backproject")
     for r, (g, e) in zip(checked, before, strict=True):

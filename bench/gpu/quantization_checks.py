@@ -14,14 +14,7 @@ from gradwire.bench.gpu.compare import LaneCase, at_offset, large_numel, name_of
 WORLD_SIZE, RANK, PIECES = 3, 1, 2
 # Full chunks of 4096 elements, partial blocks, single elements and an empty tensor.
 SHAPES = ((4096,), (64, 128), (61, 67), (1,), (), (0, 5), (12289,))
-KERNELS = (
-    kernels.quantize,
-    kernels.reduce_quantized,
-    kernels.sum_quantized,
-    kernels.dequantize,
-    kernels.commit_errors,
-)
-REFERENCES = (
+REFERENCES = kernels.QuantizationKernels(
     kernels.quantize_reference,
     kernels.reduce_quantized_reference,
     kernels.sum_quantized_reference,
@@ -68,7 +61,7 @@ def both_shots(
         begin, end = (table.block_size * block for block in section.cell_blocks(piece * WORLD_SIZE + RANK))
         cell[: end - begin] = present[begin:end]
 
-    def run(functions: tuple) -> list[Tensor]:  # type: ignore[type-arg]
+    def run(functions: kernels.QuantizationKernels) -> list[Tensor]:
         quantizer, reducer, adder, dequantizer, commit = functions
         messages, memory = [], []
 
@@ -102,7 +95,8 @@ def both_shots(
         return [*messages, result, total, *targets, *memory]
 
     what = f"{wire} of {name_of(dtype)}"
-    for first, second, reference in zip(run(KERNELS), run(KERNELS), run(REFERENCES), strict=True):
+    bound = kernels.bound_quantization(device)
+    for first, second, reference in zip(run(bound), run(bound), run(REFERENCES), strict=True):
         same(first, second, f"{what}, run twice")
         same(first, reference, what)
 
@@ -114,11 +108,11 @@ def reduction(wire: str, world_size: int, device: torch.device) -> None:
     table = kernels.BlockTable([torch.empty(shape, device=device) for shape in shapes], 64, keys)
     layout = kernels.MessageLayout([(kernels.WIRE_FORMATS[wire], table)], world_size)
     (section,) = layout.sections
-    received = []
+    bound, received = kernels.bound_quantization(device), []
     for _ in range(world_size):
         gradients = [torch.randn(shape, generator=generator).to(device) for shape in shapes]
         message = torch.zeros(layout.message_shape, dtype=torch.uint8, device=device)
-        kernels.quantize(gradients, section, message, scale=1 / world_size)
+        bound.quantize(gradients, section, message, 1 / world_size)
         received.append(message[:, RANK])
     received_by_rank = torch.stack(received, 1).contiguous()
 
@@ -130,7 +124,7 @@ def reduction(wire: str, world_size: int, device: torch.device) -> None:
         return [result, total]
 
     expected = reduced(kernels.reduce_quantized_reference, kernels.sum_quantized_reference)
-    for mine, reference in zip(reduced(kernels.reduce_quantized, kernels.sum_quantized), expected, strict=True):
+    for mine, reference in zip(reduced(bound.reduce_quantized, bound.sum_quantized), expected, strict=True):
         same(mine, reference, f"{wire} of {world_size} ranks")
 
 
@@ -143,9 +137,10 @@ def quantization_beyond_int32(device: torch.device) -> None:
     table = kernels.BlockTable([gradient], 64, [0])
     layout = kernels.MessageLayout([(kernels.WIRE_FORMATS["int4"], table)], 1)
     message = torch.zeros(layout.message_shape, dtype=torch.uint8, device=device)
-    kernels.quantize([gradient], layout.sections[0], message, scale=1.0)
+    bound = kernels.bound_quantization(device)
+    bound.quantize([gradient], layout.sections[0], message, 1.0)
     target = torch.full_like(gradient, torch.nan)
-    kernels.dequantize(message, layout.sections[0], [target])
+    bound.dequantize(message, layout.sections[0], [target])
     for part, expected in zip(target.split(1 << 24), gradient.split(1 << 24), strict=True):
         same(part, expected, "the round trip")
     skip_if_rehearsed(numel)

@@ -1,6 +1,6 @@
 """Kernels compiled for GPUs that need not be there: registers, spills and wide accesses.
 
-The kernels are those that the public functions launch: launches are recorded instead of made.
+The kernels are those that the operations launch: launches are recorded instead of made.
 """
 
 import pkgutil

@@ -1,6 +1,6 @@
 """The lanes of the kernel tests: the CPU path, Triton's interpreter (``TRITON_INTERPRET=1``), and a GPU (``-m gpu``).
 
-One body serves all of them: it asks for ``device`` and compares the public function with its reference and an oracle.
+One body serves all of them: it asks for ``device`` and compares an operation with its reference and an oracle.
 """
 
 from importlib.util import find_spec

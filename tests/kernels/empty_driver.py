@@ -48,7 +48,7 @@ class EmptyDriver:
 
 @contextmanager
 def empty_gpu():
-    """Yields the driver; meanwhile the public functions launch Triton kernels on CPU tensors."""
+    """Yields the driver; meanwhile the operations launch Triton kernels on CPU tensors."""
     driver, before = EmptyDriver(), triton.runtime.driver._active
     triton.runtime.driver.set_active(driver)
     try:

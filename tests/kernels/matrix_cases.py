@@ -7,7 +7,8 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from gradwire.kernels import Matrix, MatrixTable, Operands, backproject, lowrank_triton, project, reconstruct
+from gradwire.kernels import Matrix, MatrixTable, Operands, lowrank_triton
+from tests.kernels.calls import backproject, project, reconstruct
 from tests.kernels.cases import INTERPRETED
 from tests.kernels.exact import Guarded, assert_same_bits, round_to
 

@@ -1,6 +1,6 @@
 """Every kernel, compiled ahead of time for the GPUs it is meant for, must be vectorized and must not spill.
 
-What is compiled is what the public functions launch: their arguments are recorded, not written down again here.
+What is compiled is what the operations launch: their arguments are recorded, not written down again here.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 import torch
 
-from gradwire.kernels import bound_update_scale, flatten, unflatten
+from gradwire.kernels import bound_update_scale
 from tests.kernels.ahead_of_time import (
     BF16,
     FP16,
@@ -20,6 +20,7 @@ from tests.kernels.ahead_of_time import (
     launches_and_targets,
     recorded,
 )
+from tests.kernels.calls import flatten, unflatten
 from tests.kernels.cases import REALS, name
 
 # The largest number of registers that a thread may take (on gfx942: of vector registers). 64 lets four programs of
@@ -51,7 +52,7 @@ REPRESENTATIVE = [(FP32, FP16)]
 
 @dataclass(frozen=True)
 class Launch:
-    """A call of a public function on a bucket that is aligned and has full chunks."""
+    """A call of an operation on a bucket that is aligned and has full chunks."""
 
     function: str
     gradient: torch.dtype = FP32

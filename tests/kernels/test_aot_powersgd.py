@@ -6,19 +6,7 @@ from functools import cache
 import pytest
 import torch
 
-from gradwire.kernels import (
-    Matrix,
-    MatrixTable,
-    Operands,
-    Renewal,
-    SegmentTable,
-    Uncompressed,
-    backproject,
-    draw,
-    orthogonalize,
-    project,
-    reconstruct,
-)
+from gradwire.kernels import Matrix, MatrixTable, Operands, Renewal, SegmentTable, Uncompressed, bound_low_rank
 from gradwire.kernels.layouts import next_power_of_2
 from gradwire.kernels.orthogonalize_triton import longest_small
 from tests.kernels.ahead_of_time import (
@@ -31,6 +19,7 @@ from tests.kernels.ahead_of_time import (
     intermediate,
     recorded_launches,
 )
+from tests.kernels.calls import backproject, orthogonalize, project, reconstruct
 from tests.kernels.cases import name
 
 # The largest number of registers a thread may take, by the rank that a kernel is compiled for: 255 is all there is,
@@ -80,7 +69,7 @@ def launches(gradient, wire, keep, error, rank, shortening=1, precision="tf32"):
         uncompressed = Uncompressed(SegmentTable(others), others, others, torch.zeros(5000, dtype=gradient), table.p)
         renewal = Renewal(table.q, q, number, 6)
         operands = Operands(table, matrices, matrices, errors, keep, uncompressed, renewal)
-        draw(table.q, table.keys, number, q)
+        bound_low_rank(table).draw(table.q, table.keys, number, q)
         project(operands, q, p_wire, scale=0.5)
         orthogonalize(p_wire, table.p, basis, finite)
         backproject(operands, basis, q_wire, scale=0.5)

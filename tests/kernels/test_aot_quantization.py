@@ -6,17 +6,7 @@ from functools import cache
 import pytest
 import torch
 
-from gradwire.kernels import (
-    WIRE_FORMATS,
-    BlockTable,
-    MessageLayout,
-    Rounding,
-    commit_errors,
-    dequantize,
-    quantize,
-    reduce_quantized,
-    sum_quantized,
-)
+from gradwire.kernels import WIRE_FORMATS, BlockTable, MessageLayout, Rounding
 from tests.kernels.ahead_of_time import (
     BF16,
     FP16,
@@ -30,6 +20,7 @@ from tests.kernels.ahead_of_time import (
     recorded_launches,
     variant,
 )
+from tests.kernels.calls import commit_errors, dequantize, quantize, reduce_quantized, sum_quantized
 from tests.kernels.cases import name
 
 # The largest number of registers that a thread may take (on gfx942: of vector registers): 64 lets four programs of 8

@@ -5,10 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gradwire.kernels import flatten, lowrank_triton, unflatten
+from gradwire.kernels import lowrank_triton
 from gradwire.kernels.dispatch import has_tf32, is_interpreted, use_triton
 from gradwire.kernels.lowrank_triton import dot_precision
 from gradwire.kernels.matrix_table import Matrix, MatrixTable
+from tests.kernels.calls import flatten
 from tests.kernels.cases import INTERPRETED
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -42,8 +43,6 @@ def test_choice_triton_on_cpu_raises_with_remedy(choose):
     remedy = r"GRADWIRE_KERNELS=triton, but the tensors are on cpu: .* TRITON_INTERPRET=1 .* Set GRADWIRE_KERNELS=auto"
     with pytest.raises(RuntimeError, match=remedy):
         flatten([torch.ones(2)], torch.empty(2))
-    with pytest.raises(RuntimeError, match=remedy):
-        unflatten(torch.ones(2), [torch.empty(2)])
 
 
 def test_unknown_choice_raises(choose):
@@ -56,10 +55,11 @@ WITHOUT_TRITON = """
 import sys
 sys.modules["triton"] = None  # importing it raises ModuleNotFoundError
 import torch
-from gradwire.kernels import flatten, unflatten
-out = flatten([torch.tensor([1.0, 7e4])], torch.empty(2, dtype=torch.float16), scale=0.5)
-gradient = torch.empty(2)
-unflatten(out, [gradient], scale=2.0)
+from gradwire.kernels import SegmentTable
+source, out, gradient = torch.tensor([1.0, 7e4]), torch.empty(2, dtype=torch.float16), torch.empty(2)
+table = SegmentTable([source])
+table.kernels.flatten([source], table, out, scale=0.5)
+table.kernels.unflatten(out, [gradient], table, scale=2.0)
 assert gradient.tolist() == [1.0, 70016.0], gradient
 """
 

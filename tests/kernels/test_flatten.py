@@ -3,8 +3,9 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gradwire.kernels import SegmentTable, flatten, flatten_reference, segment_table, unflatten
+from gradwire.kernels import SegmentTable, flatten_reference, segment_table
 from gradwire.kernels.segment_table import CPU_BLOCK_NUMEL
+from tests.kernels.calls import flatten
 from tests.kernels.cases import (
     LIMITS,
     PROPERTY,
@@ -33,7 +34,7 @@ def check(case, source, wire, device, *, scale, limit, counted, in_table=True):
     out = Guarded.poisoned(numel, wire, offset=case.wire_offset, device=device)
     counters = Guarded(torch.tensor([3, 5]), device=device)
 
-    returned = flatten(
+    flatten(
         tensors,
         out.window,
         table=table if in_table else None,
@@ -42,7 +43,6 @@ def check(case, source, wire, device, *, scale, limit, counted, in_table=True):
         counters=counters.window if counted else None,
     )
 
-    assert returned is out.window
     out.assert_guards_untouched("the wire")
     counters.assert_guards_untouched("the counters")
     for i, guarded in enumerate(sources):
@@ -205,22 +205,3 @@ def test_views_of_the_same_memory_in_another_dtype_are_new():
     wire = torch.zeros(13)
     assert table.views(wire)[0] is table.views(wire)[0]
     assert [view.dtype for view in table.views(wire.view(torch.int32))] == [torch.int32] * 2
-
-
-@pytest.mark.parametrize(
-    "make_wire, message",
-    [
-        (lambda device: torch.empty(4, device=device), "expected a contiguous 1-D tensor of 3 elements"),
-        (
-            lambda device: torch.empty(3, dtype=torch.int32, device=device),
-            r"torch\.int32; expected one of torch\.float32",
-        ),
-    ],
-    ids=["length", "dtype"],
-)
-def test_misfitting_wire_raises(make_wire, message, device):
-    tensors, wire = [torch.ones(3, device=device)], make_wire(device)
-    with pytest.raises(ValueError, match=message):
-        flatten(tensors, wire)
-    with pytest.raises(ValueError, match=message):
-        unflatten(wire, tensors)

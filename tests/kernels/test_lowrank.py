@@ -18,18 +18,13 @@ from gradwire.kernels import (
     Renewal,
     SegmentTable,
     Uncompressed,
-    backproject,
     backproject_reference,
-    flatten,
     matrix_table,
-    project,
     project_reference,
-    reconstruct,
     reconstruct_reference,
-    renew,
-    unflatten,
 )
 from gradwire.kernels.matrix_table import Tiling
+from tests.kernels.calls import backproject, flatten, project, reconstruct, renew, unflatten
 from tests.kernels.cases import INTERPRETED, PROPERTY, name
 from tests.kernels.exact import assert_same_bits, round_to
 from tests.kernels.matrix_cases import (

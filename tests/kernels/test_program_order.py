@@ -23,8 +23,10 @@ from gradwire.kernels import (
     Rounding,
     SegmentTable,
     Uncompressed,
-    backproject,
     bound_update_scale,
+)
+from tests.kernels.calls import (
+    backproject,
     commit_errors,
     dequantize,
     flatten,

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.kernels import FactorLayout, draw, random_key, renew
+from gradwire.kernels import FactorLayout, draw, random_key
+from tests.kernels.calls import renew
 from tests.kernels.cases import INTERPRETED, PROPERTY, name
 from tests.kernels.exact import Guarded, assert_same_bits
 from tests.kernels.matrix_cases import (
@@ -126,7 +127,7 @@ LAYOUT = FactorLayout([2, 1, 3], [9, 40, 3])
 
 def drawn(keys, step, dtype, device, layout=LAYOUT):
     following = Guarded.poisoned(layout.numel, dtype, offset=1, device=device)
-    draw(layout, keys, at(step, device), following.window)
+    draw(renew, layout, keys, at(step, device), following.window)
     assert_gaps_untouched(following, layout, "the factors")
     return layout.views(following.window)
 

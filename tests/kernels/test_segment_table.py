@@ -122,6 +122,22 @@ def other(*, shape=(4, 3), strides=(3, 1), dtype=torch.float32, device="cpu"):
     return torch.zeros(layout.numel, dtype=dtype, device=device).as_strided(shape, strides)
 
 
+@pytest.mark.parametrize(
+    "wire, message",
+    [
+        (torch.empty(4), "expected a contiguous 1-D tensor of 3 elements"),
+        (torch.empty(3, 1), "expected a contiguous 1-D tensor of 3 elements"),
+        (torch.empty(6)[::2], "expected a contiguous 1-D tensor of 3 elements"),
+        (torch.empty(3, device="meta"), "on meta; expected .* on cpu"),
+        (torch.empty(3, dtype=torch.int32), r"torch\.int32; expected one of torch\.float32"),
+    ],
+    ids=["length", "shape", "strides", "device", "dtype"],
+)
+def test_misfitting_wire_raises(wire, message):
+    with pytest.raises(ValueError, match=message):
+        SegmentTable([torch.ones(3)]).check_wire(wire)
+
+
 MISFITS = {
     "count": ([other(), other()], "Got 2 tensors for a table of 1"),
     "shape": ([other(shape=(3, 4), strides=(4, 1))], r"built for torch\.float32 \(4, 3\).* Build a new table"),

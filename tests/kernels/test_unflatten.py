@@ -3,8 +3,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.kernels import SegmentTable, flatten, segment_table, unflatten, unflatten_reference
+from gradwire.kernels import SegmentTable, segment_table, unflatten_reference
 from gradwire.kernels.segment_table import CPU_BLOCK_NUMEL
+from tests.kernels.calls import flatten, unflatten
 from tests.kernels.cases import (
     PROPERTY,
     SCALE_SHAPES,

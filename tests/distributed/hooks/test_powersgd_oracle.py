@@ -10,7 +10,7 @@ import torch.distributed as dist
 from gradwire.comm import LocalTransport, Workspace, run_algorithm
 from gradwire.compress import LowRankBucket, LowRankPolicy, Step, powersgd_all_reduce
 from gradwire.hooks.powerSGD_hook import FACTOR_WIRES, PowerSGDState, powerSGD_hook
-from gradwire.kernels import WIRE_FORMATS, Matrix, MatrixTable, draw, random_key
+from gradwire.kernels import WIRE_FORMATS, Matrix, MatrixTable, bound_low_rank, random_key
 from tests.support.bits import assert_same_bits, same_bits
 from tests.support.powersgd_steps import (
     START,
@@ -35,7 +35,7 @@ def random_q(name, columns, rank, step, dtype=torch.float32):
     matrix = Matrix(columns, columns, rank, random_key(0, f"{name}/0"))
     table = MatrixTable([matrix], dtype, torch.device("cpu"))
     q = torch.empty(table.q.numel, dtype=dtype)
-    draw(table.q, table.keys, torch.tensor([step]), q)
+    bound_low_rank(table).draw(table.q, table.keys, torch.tensor([step]), q)
     return table.q.views(q)[0].t()
 
 
