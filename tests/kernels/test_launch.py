@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gradwire.kernels import Recording, SegmentTable, flatten
-from gradwire.kernels.launch import bound, is_recording
+from gradwire.kernels import Recording, SegmentTable
+from gradwire.kernels.launch import bound, is_recording, needs_repetition
 from tests.kernels.empty_driver import empty_gpu
 
 
@@ -31,6 +31,10 @@ class PublicLauncher:
         self._calls.append(arguments)
 
 
+def test_keeping_memory_for_a_stream_needs_no_repetition():
+    assert not needs_repetition(torch.ops.aten.record_stream.default), "every wire buffer is kept for its stream"
+
+
 @pytest.mark.parametrize("make", [launcher_of_this_triton, PublicLauncher])
 def test_bound_launch_passes_what_triton_passes(make):
     calls = []
@@ -52,11 +56,11 @@ def test_recorded_launch_is_the_launch_with_addresses_as_numbers():
     tensors = [torch.empty(100) for _ in range(3)]
     table, wire = SegmentTable(tensors), torch.empty(300, dtype=torch.bfloat16)
     with empty_gpu() as driver:
-        flatten(tensors, wire, table=table)  # uploads the addresses
+        table.kernels.flatten(tensors, table, wire)  # uploads the addresses
         driver.launches.clear()
         with Recording(stream=9) as recording:
             assert is_recording()
-            flatten(tensors, wire, table=table)
+            table.kernels.flatten(tensors, table, wire)
         (call,) = recording.calls
         call()
     (launched, replayed), addresses = driver.launches, [each.data_ptr() for each in recording.kept]

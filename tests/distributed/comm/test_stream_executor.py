@@ -276,6 +276,21 @@ def test_failed_collective_of_a_replay_fails_the_tasks_in_flight(fails_at, outco
     assert len(device.collectives) == fails_at, "none after the failure"
 
 
+def test_full_task_after_a_replayed_one_leaves_the_callers_stream_current():
+    with stream_double() as device:
+        executor, tensor = StreamExecutor(StreamTransport(device), CPU), torch.ones(8)
+
+        async def task(_):
+            await executor.transport.all_reduce(tensor)
+
+        plan = Plan(Recording, executor.place, [], lambda: None)
+        executor.submit(Task(task), plan)
+        executor.finish()
+        executor.replay(plan, tensor, lambda: None)
+        executor.submit(Task(task))
+        assert device.current == [device.main]
+
+
 def noted(executor, events, name, fails_at=None):
     """A task of two collectives that notes what it does."""
 

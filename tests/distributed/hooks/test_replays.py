@@ -15,9 +15,11 @@ from torch import nn
 
 from gradwire.comm.stream_executor import StreamExecutor
 from gradwire.comm.transport import GroupTransport
+from gradwire.compress import quantized_all_reduce
 from gradwire.hooks import _plans, default_hooks
+from gradwire.hooks.hook_state import hook_for
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
+from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook, quantization_perchannel_hook
 from gradwire.testing import _world
 from tests.support.bits import assert_same_bits
 from tests.support.harness import World
@@ -291,6 +293,28 @@ def fail(run):
     run.ddp.resynchronize()
 
 
+def register_int4(run):
+    run.state = register(run.ddp, int4()(run.group))
+
+
+def own_algorithm(group):
+    """A user's algorithm on the memory of gradwire's, which may decide on the host."""
+
+    @hook_for(QuantizationState)
+    def hook(state, bucket):
+        return state.run(bucket, lambda step: quantized_all_reduce(step))
+
+    return QuantizationState(group, "int4", start_iter=0, exempt=()), hook
+
+
+def per_channel(group):
+    return group, quantization_perchannel_hook
+
+
+def drop_memory(run):
+    run.state.memory.drop_buckets()
+
+
 def nothing(run):
     pass
 
@@ -318,6 +342,10 @@ CHANGES = {
     "another model": (int4(), [train_another] * 3, [1, 1, 1], {}),
     "accumulation": (int4(), [accumulate] * 2, [1, 1], {}),
     "capture": (STATE, [capture], [0, 0], {}),
+    "hook registered later": (None, [register_int4], [0, 0, 1], {}),
+    "own algorithm": (own_algorithm, [], [0, 0, 0], {"replays_before": 0}),
+    "buckets of equal layouts": (per_channel, [], [2, 2], {"cap": TWO_BUCKETS, "shapes": [(8, 8), (8, 8)]}),
+    "dropped memory": (int4(), [drop_memory], [0, 0, 1], {}),
     "failure": (int4(), [fail], [0, 0, 0, 2], {"cap": TWO_BUCKETS}),
     "skipped bucket": (STATE, [nothing], [0, 2, 2, 2], SKIPS),
 }
@@ -327,12 +355,15 @@ CHANGES = {
 @on_ranks(2)
 def test_change_between_two_steps_has_the_effect_that_it_has_without_replays(change):
     hook, actions, expected, options = CHANGES[change]
+    options = dict(options)
+    before = options.pop("replays_before", None)
     outcomes = []
     for replays in (False, True):
         run = Run(hook, replays, **options)
         for _ in range(4):
             run.step()
-        assert run.replays[-1] == replays * len(run.ddp.reducer.buckets if "wrapper" not in options else [0])
+        n_buckets = len(run.ddp.reducer.buckets) if "wrapper" not in options else 1
+        assert run.replays[-1] == replays * (n_buckets if before is None else before)
         for step in range(len(expected)):
             for action in actions[step : step + 1]:
                 action(run)
