@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gradwire.kernels import Recording, SegmentTable, flatten
+from gradwire.kernels import Recording, SegmentTable
 from gradwire.kernels.launch import bound, is_recording
 from tests.kernels.empty_driver import empty_gpu
 
@@ -50,13 +50,14 @@ def test_kernel_with_scratch_memory_is_launched_through_triton():
 
 def test_recorded_launch_is_the_launch_with_addresses_as_numbers():
     tensors = [torch.empty(100) for _ in range(3)]
-    table, wire = SegmentTable(tensors), torch.empty(300, dtype=torch.bfloat16)
+    wire = torch.empty(300, dtype=torch.bfloat16)
     with empty_gpu() as driver:
-        flatten(tensors, wire, table=table)  # uploads the addresses
+        table = SegmentTable(tensors)
+        table.kernels.flatten(tensors, table, wire)  # uploads the addresses
         driver.launches.clear()
         with Recording(stream=9) as recording:
             assert is_recording()
-            flatten(tensors, wire, table=table)
+            table.kernels.flatten(tensors, table, wire)
         (call,) = recording.calls
         call()
     (launched, replayed), addresses = driver.launches, [each.data_ptr() for each in recording.kept]
