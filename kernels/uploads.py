@@ -57,7 +57,7 @@ class Upload:
     def replace(self, numbers: Sequence[int]) -> Tensor:
         """Overwrite the first numbers in stream order, unless they are the same. Returns ``tensor``."""
         # A replay of a captured copy overwrites them without the host's knowledge.
-        may_differ = bool(self._captured_sources) and not is_recording()
+        may_differ = bool(self._captured_sources) and not is_capturing(self.tensor.device)
         if may_differ or (numbers is not self.numbers and numbers != self.numbers):
             self._write(self._first, numbers)
         self.numbers = numbers
