@@ -47,11 +47,6 @@ _gradwire_hooks: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
 _tables_of: weakref.WeakKeyDictionary[Transport, WeakIdKeyDictionary] = weakref.WeakKeyDictionary()
 
 
-def _tables(transport: Transport, bucket: "Bucket") -> Tables:
-    tables: Tables = _tables_of.setdefault(transport, WeakIdKeyDictionary()).setdefault(bucket.first, {})
-    return tables
-
-
 def zero_copy(hook: Hook) -> Hook:
     """Mark a hook as zero-copy: it gets its gradients from `Bucket.work`, so they need not be in a flat buffer."""
     _zero_copy_hooks.add(hook)
@@ -202,7 +197,7 @@ def reduce_bucket(
     if bucket.is_sparse:
         result = bucket.buffer()
     else:
-        tables = _tables(transport, bucket)
+        tables: Tables = _tables_of.setdefault(transport, WeakIdKeyDictionary()).setdefault(bucket.first, {})
         work = bucket.work(tables, memory.layout if isinstance(memory, BucketMemory) else None)
         result = work.result
     # Not in the task: `sample` calls the user's report, which must run in the training thread.
@@ -234,11 +229,15 @@ def reduce_bucket(
 
 
 def replayed(
-    settings: Settings, bucket: Bucket, connections: Connections, number: int = 0
+    settings: Settings,
+    bucket: Bucket,
+    connections: Connections,
+    algorithm: Callable[[Step], Algorithm[None]],
+    number: int = 0,
 ) -> Future[torch.Tensor] | None:
     """The future of a bucket whose recorded step is repeated; None if there is none that fits: see `reduce_bucket`."""
     plans = bucket.plans or (settings._plans.get(bucket.first) if settings._plans.data else None)
-    if plans is None or plans.settings is not settings or bucket.is_sparse:
+    if plans is None or plans.settings is not settings or bucket.is_sparse or not is_repeatable(algorithm):
         return None  # a user's hook may call several of gradwire's
     return cast("Future[torch.Tensor] | None", plans.replay(bucket, connections, number))
 
@@ -251,7 +250,8 @@ def all_reduce_on_cpu(connections: Connections, bucket: Bucket) -> Future[torch.
     transport = connections.transport("backward", bucket.device)
     if bucket.position == 0:
         connections.start_step()
-    source, target, result = bucket.work(_tables(transport, bucket))
+    tables: Tables = _tables_of.setdefault(transport, WeakIdKeyDictionary()).setdefault(bucket.first, {})
+    source, target, result = bucket.work(tables)
     if target.flat is None:
         result = bucket.empty_buffer()
     wire = torch.view_as_real(result).view(-1) if result.is_complex() else result

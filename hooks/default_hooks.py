@@ -117,9 +117,9 @@ def _cast_hook(
     # All ranks measure, or none: the handshake compared it.
     if dtype is None and telemetry is None and not adapted.is_sparse and adapted.device.type == "cpu":
         return all_reduce_on_cpu(connections, adapted)
-    if (future := replayed(settings, adapted, connections)) is not None:
-        return future
-    return reduce_bucket(connections, adapted, partial(cast_all_reduce, dtype=dtype), settings)
+    algorithm = partial(cast_all_reduce, dtype=dtype)
+    future = replayed(settings, adapted, connections, algorithm)
+    return future if future is not None else reduce_bucket(connections, adapted, algorithm, settings)
 
 
 @zero_copy

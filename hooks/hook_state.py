@@ -36,7 +36,7 @@ from gradwire.comm import (
 )
 from gradwire.comm.store_collectives import RanksMissing, named_barrier
 from gradwire.comm.torch_internals import default_group, is_initialized_group
-from gradwire.compress import Gradients, Step, cast_all_reduce, is_repeatable
+from gradwire.compress import Gradients, Step, cast_all_reduce
 from gradwire.compress._validation import (
     MAX_COUNT,
     check_count,
@@ -402,7 +402,7 @@ class HookState(HookSettings):
         self._begin_bucket(bucket.position)
         names = bucket.names or self.names.in_bucket(bucket, self._needs_names)
         connections = self.handshake.agree(self, bucket, self._process_group, names)
-        if is_repeatable(algorithm) and (future := replayed(self, bucket, connections, self._iter)) is not None:
+        if (future := replayed(self, bucket, connections, algorithm, self._iter)) is not None:
             return future
         if not self._patterns_match:
             self.names.note(names, bucket)
@@ -421,22 +421,20 @@ class HookState(HookSettings):
 
     def _step_of(self, position: int) -> int:
         """Number of the step to which a bucket at this position would belong now."""
-        return self._iter + (not self._is_counted and self._is_first(position))
+        is_first = self._latest_index is None or position <= self._latest_index
+        return self._iter + (is_first and not self._is_counted)
 
     def _variant(self, number: int) -> Hashable:
         """Whether step ``number`` is compressed."""
         return number >= self._start
 
-    def _is_first(self, position: int) -> bool:
-        return self._latest_index is None or position <= self._latest_index
-
     def _begin_bucket(self, position: int) -> None:
         """Begin a step at its first bucket."""
         self._prepared = None
-        if self._is_first(position):
+        latest, self._latest_index = self._latest_index, position
+        if latest is None or position <= latest:
             self._begin_step()
             self._step_in_progress = self._iter + 1
-        self._latest_index = position
 
     def _count_bucket(self, bucket: Bucket, memory: Any) -> None:
         """Count the step at its last bucket."""

@@ -340,7 +340,7 @@ def quantized_reduction(
     """
     adapted = Bucket.of(bucket)
     connections = settings.handshake.agree(settings, adapted, process_group)
-    if (future := replayed(settings, adapted, connections)) is not None:
+    if (future := replayed(settings, adapted, connections, quantized_all_reduce)) is not None:
         return future
     quantized = None
     if not adapted.is_sparse:

@@ -10,7 +10,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from enum import Enum
 from itertools import chain
 from typing import Any, NamedTuple, NoReturn
@@ -397,36 +397,30 @@ class Reducer:
         self.times.record("backward_comm_time_start")
         index = self._backward.n_launched
         try:
-            if torch.is_grad_enabled():
+            has_graph = torch.is_grad_enabled()
+            if has_graph:
                 warnings.warn(errors.CREATE_GRAPH, stacklevel=2)
-                with torch.no_grad():
-                    future = self._collect_and_reduce(bucket)
-            else:
-                future = self._collect_and_reduce(bucket)
+            with profiler_range(bucket.launch_range), torch.no_grad() if has_graph else nullcontext():
+                backward, hook = self._backward, self.hook
+                bucket.divisor, bucket.n_passes = self._divisor, self.exchange.n_passes
+                is_used = self._used.local
+                unused = [k for k, i in enumerate(bucket.members) if not is_used[i]] if backward.may_leave_out else ()
+                positions: Sequence[int] = ()
+                if self._shared_with:
+                    shared = set(chain.from_iterable(self._shared_with.values()))
+                    positions = [k for k, i in enumerate(bucket.members) if i in shared]
+                bucket.collect(hook.is_zero_copy, unused, positions, self._incoming)
+                future: Future[Tensor] | Handle | None = None
+                if hook.can_replay and bucket.plans is not None and bucket.plans.settings is not None:
+                    future = bucket.plans.replay(bucket, self.exchange.connections)
+                if future is None:
+                    future = self._run_comm_hook(bucket)
             if type(future) is not Handle and not isinstance(future, torch_internals.AnyFuture):
                 raise RuntimeError(errors.NO_FUTURE.format(kind=type(future)))
             self._backward.futures[index] = future
         except BaseException as error:
             self._leave_after(error, f"the communication hook of bucket {index}")
             raise
-
-    def _collect_and_reduce(self, bucket: ReducerBucket) -> Future[Tensor] | Handle:
-        """Collect the gradients of a bucket, and run the hook on it, or repeat a recorded step of the hook."""
-        with profiler_range(bucket.launch_range):
-            backward, hook, exchange = self._backward, self.hook, self.exchange
-            bucket.divisor, bucket.n_passes = self._divisor, exchange.n_passes
-            is_used = self._used.local
-            unused = [k for k, i in enumerate(bucket.members) if not is_used[i]] if backward.may_leave_out else ()
-            positions: Sequence[int] = ()
-            if self._shared_with:
-                shared = set(chain.from_iterable(self._shared_with.values()))
-                positions = [k for k, i in enumerate(bucket.members) if i in shared]
-            bucket.collect(hook.is_zero_copy, unused, positions, self._incoming)
-            if hook.can_replay and bucket.plans is not None:
-                handle = bucket.plans.replay(bucket, exchange.connections)
-                if handle is not None:
-                    return handle
-            return self._run_comm_hook(bucket)
 
     def _run_comm_hook(self, bucket: ReducerBucket) -> Future[Tensor]:
         exchange, hook = self.exchange, self.hook
