@@ -38,7 +38,7 @@ REFERENCE = "fp16"  # PyTorch's hook
 Size = tuple[int, int]
 GPT2, ONE_BUCKET, LARGE = (150, 13), (150, 1), (600, 13)
 SIDE = 20  # of matrices: large enough for PowerSGD of rank 4, so small that casts and copies take next to no time
-WARM_UP = 12
+WARM_UP = 20  # an alternating hook records both kinds of steps
 NO_REDUCER, DIRECT = "no reducer", "direct call"
 COUNTS = (Metric.CALLS, Metric.LAUNCHES_PER_BUCKET, Metric.DRIVER_CALLS)
 
