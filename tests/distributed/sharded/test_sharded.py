@@ -1,13 +1,14 @@
 """`gradwire.attach` on HSDP and `replicate`, two replicas of two shards, against PyTorch's own all-reduce."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import checkpoint
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import gradwire
 from gradwire.hooks.default_hooks import CastState, allreduce_hook, bf16_compress_hook, fp16_compress_hook
@@ -20,6 +21,7 @@ from tests.support.ranks import from_all_ranks, on_ranks
 from tests.support.sharded import (
     FEATURES,
     PLACES,
+    SHARDED,
     backward,
     gradients,
     mesh,
@@ -256,7 +258,7 @@ def test_attach_refuses_models_without_replicas_and_a_second_hook():
     assert kind == "NotImplementedError"
     assert "attach(model, within='bf16')" in text
     assert "no shards" in message_of(gradwire.attach, sharded("replicate"), within="bf16")
-    assert "expected one of int8" in message_of(gradwire.attach, module, within="int99")
+    assert "expected one of 'int8', " in message_of(gradwire.attach, module, within="int99")
     unmatched = ReduceScatterOptions(wires={"nothing.*": "int8"})
     assert "wires['nothing.*'] in within matches none" in message_of(gradwire.attach, module, within=unmatched)
     model = sharded("hsdp")
@@ -333,3 +335,63 @@ def test_attach_registers_the_hook_on_ddp(wrapper):
     assert ddp._comm_hooks == [(quantization_hook, state)]
     assert "quantization_hook compresses the all-reduce" in attachment.report
     assert error_of(attachment.detach)[0] == "RuntimeError"
+
+
+@pytest.mark.parametrize("place", PLACES)
+@on_ranks(4)
+def test_accumulated_gradients_are_reduced_once(place):
+    native, ours = sharded(place), sharded(place)
+    state = QuantizationState(start_iter=2)
+    gradwire.attach(ours, state)
+    for model in (native, ours):
+        for step, is_last in enumerate((False, False, True)):
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_requires_all_reduce(is_last, recurse=False)
+            backward(model, step)
+    assert_same_bits(gradients(ours), gradients(native))
+    assert state.iter == 1
+
+
+@on_ranks(4)
+def test_attach_that_raises_changes_nothing():
+    model, state = sharded("hsdp"), QuantizationState(wires={"nothing.*": "int8"})
+    assert "wires['nothing.*'] matches none" in message_of(gradwire.attach, model, state, within="bf16")
+    assert state.process_group is None
+    state.options = dataclasses.replace(state.options, wires={})
+    gradwire.attach(model, state)
+    backward(model, 0)
+    other = fully_shard(nn.Linear(4, 4), mesh=mesh("hsdp"))
+    assert "a parameter 'between.bias'" in message_of(gradwire.attach, other, state)
+    gradwire.attach(other, QuantizationState())
+
+
+@pytest.mark.parametrize("divide_factor", [None, 2.0])
+@pytest.mark.parametrize("feature", ["plain", "bf16 reduction", "fp16"])
+@pytest.mark.parametrize("wire", ["bf16", "fp16"])
+@pytest.mark.parametrize("place", SHARDED)
+@on_ranks(4)
+def test_reduce_scatter_in_16_bits_is_the_fp32_sum_of_rounded_gradients(place, wire, feature, divide_factor):
+    native, ours = sharded(place, **FEATURES[feature]), sharded(place, **FEATURES[feature])
+    attachment = gradwire.attach(ours, within=wire)
+    assert f"in {wire}, with sums in fp32" in attachment.report
+    assert "feedback" not in attachment.report
+    for model in (native, ours):
+        if divide_factor is not None and feature == "fp16":  # gloo has no PREMUL_SUM
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_gradient_divide_factor(divide_factor)
+        backward(model, 0)
+        backward(model, 1)  # adds to the gradient
+    got, exact = gradients(ours), gradients(native)
+    # Half a unit in the last place of every rank's gradient: 2^-9 in bf16, 2^-12 in fp16.
+    bound = (2**-8 if wire == "bf16" else 2**-11) + (2**-9 if feature == "fp16" else 0)
+    missing = [got[name] - gradient for name, gradient in exact.items()]
+    assert norm(missing) <= 2 * bound * norm(exact.values())
+    if feature == "plain":
+        assert norm(missing) > 0
+    attachment.detach()
+    for model in (native, ours):
+        model.zero_grad()
+        backward(model, 2)
+    assert_same_bits(gradients(ours), gradients(native))
