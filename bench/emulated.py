@@ -66,26 +66,19 @@ def emulated_link(rate: Rate, ranks: int, device: torch.device) -> Iterator[None
         torch.cuda.current_stream(device).wait_stream(wire)
         return None
 
-    def start(self: transport.AllReduce, group: dist.ProcessGroup, is_async: bool = True) -> list[dist.Work]:
-        assert not is_async  # on a GPU, executors enqueue collectives on their own stream
-        for tensor in self.tensors:
-            all_reduce(tensor, self.op, group)
-        return []
-
-    def shot(real: Callable[..., dist.Work | None]) -> Callable[..., None]:
-        def launch(target: Tensor, source: Tensor, group: dist.ProcessGroup, *, is_async: bool, **options: Any) -> None:
-            assert not is_async
-            work = real(target, source, group, is_async=False, **options)
+    def delayed(real: Callable[..., dist.Work | None], share: int) -> Callable[..., None]:
+        def launch(target: Tensor, *arguments: Any, is_async: bool, **options: Any) -> None:
+            assert not is_async  # on a GPU, executors enqueue collectives on their own stream
+            work = real(target, *arguments, is_async=False, **options)
             if work is not None:  # in a rehearsal, over gloo
                 work.wait()
-            spin(target.nbytes // 2)
+            spin(target.nbytes // share)
             torch.cuda.current_stream(device).wait_stream(wire)
 
         return launch
 
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(dist, "all_reduce", all_reduce))
-        patches.enter_context(mock.patch.object(transport.AllReduce, "start", start))
-        for name in ("all_to_all", "all_gather"):
-            patches.enter_context(mock.patch.object(transport, name, shot(getattr(transport, name))))
+        for name, share in (("all_reduce", 1), ("all_to_all", 2), ("all_gather", 2)):  # a shot is half of an all-reduce
+            patches.enter_context(mock.patch.object(transport, name, delayed(getattr(transport, name), share)))
         yield

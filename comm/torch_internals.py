@@ -164,18 +164,16 @@ def gloo_options(timeout: timedelta) -> Any:
 
 
 @cache
-def _options(kind: str, is_async: bool) -> Any:
+def _options(kind: str, is_async: bool, **fields: Any) -> Any:
     options: Any = getattr(bindings, kind)()
-    options.asyncOp = is_async
+    for name, value in {"asyncOp": is_async, **fields}.items():
+        setattr(options, name, value)
     return options
 
 
-@cache
-def all_reduce_options(op: Any, is_async: bool) -> Any:
-    """Options of ``ProcessGroup.allreduce`` for a sum or another reduction; see `all_to_all` for ``is_async``."""
-    options: Any = bindings.AllreduceOptions()
-    options.reduceOp, options.asyncOp = op, is_async
-    return options
+def all_reduce(tensor: Tensor, op: Any, group: dist.ProcessGroup, *, is_async: bool) -> dist.Work | None:
+    """Launch an in-place reduction of a real tensor over the ranks; see `all_to_all`."""
+    return group.allreduce([tensor], _options("AllreduceOptions", is_async, reduceOp=op))
 
 
 def all_to_all(

@@ -21,7 +21,7 @@ from torch.futures import Future
 
 from gradwire.comm.groups import OwnGroup, destroy
 from gradwire.comm.store_collectives import POLL_SECONDS
-from gradwire.comm.torch_internals import all_gather, all_reduce_options, all_to_all, profiler_range
+from gradwire.comm.torch_internals import all_gather, all_reduce, all_to_all, profiler_range
 
 T = TypeVar("T")
 # gloo queues its ready-to-receive notice behind its own outgoing data, so one message never fills both directions of a
@@ -164,12 +164,12 @@ class AllReduce(Collective):
         NCCL's coalesced all-reduce takes tensors of one dtype only.
         """
         works = []
-        options = all_reduce_options(self.op, is_async)
         for tensor in self.tensors:
             if tensor.is_sparse and self._latest_sparse:
                 self._latest_sparse.pop().wait()
             # `dist.all_reduce` takes only groups that PyTorch knows, which gradwire's own are not.
-            work = group.allreduce([torch.view_as_real(tensor) if tensor.is_complex() else tensor], options)
+            real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            work = all_reduce(real, self.op, group, is_async=is_async)
             if work is not None:
                 works.append(work)
             if tensor.is_sparse and works:

@@ -309,10 +309,11 @@ class LowRankBucket(BucketMemory):
                 others_target = list(map(target.__getitem__, self._others))
             uncompressed = Uncompressed(self._others_table, others_source, others_target, others, sends[0])
         # A user's CUDA graph counts without the host's knowledge.
-        self._is_captured |= is_capturing(self.counter.device) and not is_recording()
+        is_repeated = is_capturing(self.counter.device)
+        self._is_captured |= is_repeated and not is_recording()
         self._counted = iteration + 1
         # Every replay of a CUDA graph would set the same number, so a captured step increments the counter instead.
-        advance_to = None if is_capturing(self.counter.device) else iteration + 1
+        advance_to = None if is_repeated else iteration + 1
         kept = self.q if sends[-1] is self.table.q else self.p
         assert kept is not None, "P is kept only by a bucket made with alternating=True"
         renewal = Renewal(sends[-1], kept, self.counter, advance_to)

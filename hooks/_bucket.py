@@ -31,7 +31,6 @@ else:  # PyTorch compares the annotation of a hook with this class
     from torch.distributed import GradBucket
 
 CommHook = Callable[[Any, GradBucket], Future[torch.Tensor]]
-Tables = dict[tuple[object, ...], SegmentTable]  # by bucket index, number of elements, strides, dtype and device
 Hook = TypeVar("Hook", bound=Callable[..., object])
 
 logger = logging.getLogger("gradwire.hooks")
@@ -42,9 +41,17 @@ FAILED = "%s failed in bucket %s:"
 _zero_copy_hooks: weakref.WeakSet[Callable[..., object]] = weakref.WeakSet()
 _gradwire_hooks: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
 
-# Tables of flat buckets, kept from step to step.
-# By transport and first parameter: tables of addresses must not be shared by two buckets in flight.
-_tables_of: weakref.WeakKeyDictionary[Transport, WeakIdKeyDictionary] = weakref.WeakKeyDictionary()
+# Layouts of buckets, by transport and first parameter.
+_layouts_of: weakref.WeakKeyDictionary[Transport, WeakIdKeyDictionary] = weakref.WeakKeyDictionary()
+
+
+def kept_layouts(transport: Transport, bucket: "Bucket") -> dict[object, Any]:
+    """Layouts of this bucket alone, kept from step to step: their tables of addresses serve one bucket in flight."""
+    by_parameter = _layouts_of.get(transport)
+    if by_parameter is None:
+        by_parameter = _layouts_of[transport] = WeakIdKeyDictionary()
+    kept: dict[object, Any] = by_parameter.setdefault(bucket.first, {})
+    return kept
 
 
 def zero_copy(hook: Hook) -> Hook:
@@ -126,10 +133,11 @@ class Bucket:
         """A flat tensor for the mean of the gradients, as the value of the hook's future instead of the target."""
         return self.buffer()
 
-    def work(self, tables: Tables, layout: SegmentTable | None = None) -> BucketWork:
+    def work(self, transport: Transport | None = None, layout: SegmentTable | None = None) -> BucketWork:
         """The tensors of a dense bucket: the gradients if it is zero-copy, else the flat buffer.
 
-        ``tables`` keeps layouts of flat buckets; ``layout`` is that of the gradients in one, if it must be taken apart.
+        ``transport`` keeps the layout of the flat buffer; None: it is made anew. ``layout`` is that of the gradients in
+        the buffer, if it must be taken apart.
         """
         buffer = self.buffer()
         if layout is not None and layout.numel != buffer.numel():
@@ -137,6 +145,7 @@ class Bucket:
                 f"The bucket has {buffer.numel()} elements, its memory is for {layout.numel}. A state serves one model "
                 "only: create a new state for each model."
             )
+        tables = {} if transport is None else kept_layouts(transport, self)
         key = (self.position, buffer.numel(), buffer.stride(), buffer.dtype, buffer.device)
         if key not in tables:
             tables[key] = SegmentTable([buffer])
@@ -197,8 +206,7 @@ def reduce_bucket(
     if bucket.is_sparse:
         result = bucket.buffer()
     else:
-        tables: Tables = _tables_of.setdefault(transport, WeakIdKeyDictionary()).setdefault(bucket.first, {})
-        work = bucket.work(tables, memory.layout if isinstance(memory, BucketMemory) else None)
+        work = bucket.work(transport, memory.layout if isinstance(memory, BucketMemory) else None)
         result = work.result
     # Not in the task: `sample` calls the user's report, which must run in the training thread.
     sample = telemetry.sample(position) if telemetry is not None and not is_capturing(device) else None
@@ -219,7 +227,7 @@ def reduce_bucket(
     task = Task(begin, f"gradwire::{name}, bucket {position}", result, log)
     if isinstance(executor, StreamExecutor) and work is not None and telemetry is None and is_repeatable(algorithm):
         plans = bucket.plans or settings._plans.setdefault(bucket.first, Plans())
-        plan = plans.to_record(bucket, settings, executor, connections.group, tables, work, memory, iteration)
+        plan = plans.to_record(bucket, settings, executor, connections.group, work, memory, iteration)
         future = executor.submit(task, plan)
     else:
         future = executor.submit(task)
@@ -250,8 +258,7 @@ def all_reduce_on_cpu(connections: Connections, bucket: Bucket) -> Future[torch.
     transport = connections.transport("backward", bucket.device)
     if bucket.position == 0:
         connections.start_step()
-    tables: Tables = _tables_of.setdefault(transport, WeakIdKeyDictionary()).setdefault(bucket.first, {})
-    source, target, result = bucket.work(tables)
+    source, target, result = bucket.work(transport)
     if target.flat is None:
         result = bucket.empty_buffer()
     wire = torch.view_as_real(result).view(-1) if result.is_complex() else result

@@ -75,7 +75,6 @@ class Plans:
         settings: Settings,
         executor: StreamExecutor,
         group: dist.ProcessGroup,
-        tables: dict[tuple[object, ...], SegmentTable],
         work: Any,
         memory: Any,
         number: int,
@@ -87,7 +86,6 @@ class Plans:
             settings: those of the hook.
             executor: the executor of the bucket.
             group: the ranks that have agreed on the settings.
-            tables: layouts of flat buckets.
             work: the tensors of the step, its `BucketWork`.
             memory: the memory of the bucket; None for a cast.
             number: number of the step.
@@ -101,7 +99,7 @@ class Plans:
         token = _Token(executor, agreement and agreement.token, memory, work.source.table, work.target.table)
         entry = self._entries.get(key)
         if entry is None or entry.token != token:
-            entry = self._entries[key] = _Entry(token, agreement, tables)
+            entry = self._entries[key] = _Entry(token, agreement)
             if bucket.plans is None and memory is not None:
                 entry.watch(bucket.parameters())
         entry.n_steps += 1
@@ -130,7 +128,7 @@ class Plans:
             return None
         if entry.parameters is not None and not entry.has_parameters(bucket.parameters()):
             return None
-        work = bucket.work(entry.tables, None if entry.token.memory is None else entry.token.memory.layout)
+        work = bucket.work(executor.transport, None if entry.token.memory is None else entry.token.memory.layout)
         if work.source.table is not entry.token.source or work.target.table is not entry.token.target:
             return None
         assert entry.plan is not None
@@ -161,12 +159,10 @@ class _Entry:
     Args:
         token: what the plan depends on.
         agreement: that of the ranks on the settings; None without a hook.
-        tables: layouts of flat buckets.
     """
 
-    def __init__(self, token: _Token, agreement: Any, tables: dict[tuple[object, ...], SegmentTable]) -> None:
-        self.token, self.tables = token, tables
-        self._agreement = agreement
+    def __init__(self, token: _Token, agreement: Any) -> None:
+        self.token, self._agreement = token, agreement
         self.n_steps = 0  # since the token is this one
         self.plan: Plan | None = None
         self.parameters: list[weakref.ref[Tensor]] | None = None  # on PyTorch's DDP, with memory

@@ -27,7 +27,7 @@ def noop_hook(_: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     if adapted.is_sparse:
         result = bucket.buffer()
     else:
-        source, target, result = adapted.work({})
+        source, target, result = adapted.work()
         if source.table is not target.table:  # gradients that become views of the result
             source.flatten(result)
     is_cuda = result.device.type == "cuda"

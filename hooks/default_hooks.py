@@ -190,7 +190,7 @@ def _compress_wrapper(hook: CommHook, dtype: torch.dtype, name: str) -> CommHook
         adapted = Bucket.of(bucket)
         if adapted.is_sparse:
             return hook(hook_state, bucket)
-        work = adapted.work({})  # nothing is kept: buckets of several models may be in flight
+        work = adapted.work()  # nothing is kept: buckets of several models may be in flight
         wire = torch.empty(work.source.table.numel, dtype=dtype, device=work.result.device)
         bucket.set_buffer(work.source.flatten(wire))
 

@@ -5,7 +5,6 @@ names send 8 bits per element, without error feedback. PyTorch's hooks send ever
 rank. gradwire's send as many bytes as a ring all-reduce of the quantized bucket, with a scale per block of elements.
 """
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
@@ -13,9 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
-from torch.utils.weak import WeakIdKeyDictionary
 
-from gradwire.comm import Algorithm, Executor, Transport
+from gradwire.comm import Algorithm, Transport
 from gradwire.compress import (
     NodeBucket,
     Quantization,
@@ -31,6 +29,7 @@ from gradwire.hooks._bucket import (
     Bucket,
     GradBucket,
     ddp_hook,
+    kept_layouts,
     reduce_bucket,
     replayed,
     zero_copy,
@@ -315,11 +314,6 @@ def quantization_perchannel_hook(
     return quantized_reduction(process_group, bucket, "int8", bucket_size, "auto", settings)
 
 
-# Layouts of buckets, kept from step to step.
-# By executor and first parameter: tables of addresses must not be shared by two buckets in flight.
-_buckets_of: weakref.WeakKeyDictionary[Executor, WeakIdKeyDictionary] = weakref.WeakKeyDictionary()
-
-
 def quantized_reduction(
     process_group: dist.ProcessGroup | None,
     bucket: GradBucket,
@@ -344,20 +338,19 @@ def quantized_reduction(
         return future
     quantized = None
     if not adapted.is_sparse:
-        quantized = _quantized_bucket(connections.executor(adapted.device), adapted, wire, block_size, local_size)
+        transport = connections.executor(adapted.device).transport
+        quantized = _quantized_bucket(transport, adapted, wire, block_size, local_size)
     return reduce_bucket(connections, adapted, algorithm_of(quantized), settings, memory=quantized)
 
 
 def _quantized_bucket(
-    executor: Executor, bucket: Bucket, wire: str, block_size: int, local_size: int | str
+    transport: Transport, bucket: Bucket, wire: str, block_size: int, local_size: int | str
 ) -> AnyBucket:
-    buckets = _buckets_of.setdefault(executor, WeakIdKeyDictionary()).setdefault(bucket.first, {})
-    transport = executor.transport
+    buckets: dict[object, AnyBucket] = kept_layouts(transport, bucket)
     n_local = ranks_on_node(local_size, transport)
     key = (wire, block_size, n_local, bucket.dtype, *bucket.layouts)
     if key not in buckets:
         formats = [WIRE_FORMATS[wire]] * len(bucket.layouts)
         options = Quantization(block_size=block_size, error_dtype=None, local_size=n_local)
         buckets[key] = bucket_kind(options)(bucket.real_layouts(), formats, transport, options)
-    found: AnyBucket = buckets[key]
-    return found
+    return buckets[key]

@@ -11,6 +11,7 @@ from operator import attrgetter, is_not
 import torch
 from torch import Tensor
 
+from gradwire.comm import Transport
 from gradwire.compress import Gradients
 from gradwire.hooks import _bucket as hooks
 from gradwire.hooks._names import plain_name
@@ -145,13 +146,13 @@ class DenseBucket(BucketBase):
         self._replaced, self.dtype = buffer, buffer.dtype
         self.zero_copy = False
 
-    def work(self, tables: hooks.Tables, layout: SegmentTable | None = None) -> hooks.BucketWork:
+    def work(self, transport: Transport | None = None, layout: SegmentTable | None = None) -> hooks.BucketWork:
         """The gradients and the destination of the result, as hooks use them; see `gradwire.hooks._bucket.Bucket`.
 
         With zero-copy, these are the gradients themselves, or the buffer that they will be views of.
         """
         if not self.zero_copy:
-            return super().work(tables, layout)
+            return super().work(transport, layout)
         source = target = Gradients(self._grads, self._table)
         if self.as_view:
             target = self._flat

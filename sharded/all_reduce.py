@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.comm import connections_of
+from gradwire.comm import Transport, connections_of
 from gradwire.comm.connections import has_streams
 from gradwire.comm.transport import wait_for
 from gradwire.compress import Gradients
-from gradwire.hooks._bucket import Bucket, BucketWork, CommHook, Tables, is_zero_copy
+from gradwire.hooks._bucket import Bucket, BucketWork, CommHook, is_zero_copy
 from gradwire.hooks._names import plain_name
 from gradwire.hooks.hook_state import HookState
 from gradwire.kernels import SegmentTable
@@ -103,10 +103,10 @@ class ShardBucket(Bucket):
         assert self._flat is not None
         return self._flat
 
-    def work(self, tables: Tables, layout: SegmentTable | None = None) -> BucketWork:
+    def work(self, transport: Transport | None = None, layout: SegmentTable | None = None) -> BucketWork:
         """The gradients, one tensor per parameter, which receive the mean; or the flat tensor."""
         if not self.zero_copy:
-            return super().work(tables, layout)
+            return super().work(transport, layout)
         gradients = Gradients(self.gradients(), self._table)
         return BucketWork(gradients, gradients, gradients.tensors[0])
 

@@ -77,7 +77,7 @@ class TestHooks:
             def wrong(state, bucket):
                 future = real(state, bucket)
                 future.wait()
-                bucket.work({}).source.tensors[-1].mul_(1.01)
+                bucket.work().source.tensors[-1].mul_(1.01)
                 return future
 
             return state, wrong

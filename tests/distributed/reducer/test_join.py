@@ -114,6 +114,6 @@ def test_default_reduction_outside_cpus_divides_by_bucket_divisor(monkeypatch, v
     bucket.collect(zero_copy=True)
     reducer.default_reduction(SimpleNamespace(connections=None, has_streams=True), bucket)
     (algorithm,), workspace = submitted, Workspace(torch.device("cpu"))
-    run_algorithm(algorithm(Step(*bucket.work({})[:2], None, 0, transport, workspace)), transport)
-    bucket.finish(bucket.work({}).result, 1, {})
+    run_algorithm(algorithm(Step(*bucket.work()[:2], None, 0, transport, workspace)), transport)
+    bucket.finish(bucket.work().result, 1, {})
     assert_same_bits([each.grad for each in parameters], [each * torch.tensor(1 / 5) for each in local])
