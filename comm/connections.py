@@ -20,12 +20,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from gradwire.comm.executor import EXIT_TIMEOUT_SECONDS, TWO_THREADS, Executor, WorkerExecutor
+from gradwire.comm.executor import EXIT_TIMEOUT_SECONDS, TWO_THREADS, Executor
 from gradwire.comm.groups import duplicate_group, is_gloo_on_cpu, keys_of_duplicate
 from gradwire.comm.nodes import local_size, node_name
 from gradwire.comm.store_collectives import (
     POLL_SECONDS,
-    Notices,
+    StoreRequests,
     collective_timeout,
     delete_keys,
     delete_on_last,
@@ -42,6 +42,7 @@ from gradwire.comm.torch_internals import (
     world,
 )
 from gradwire.comm.transport import GroupTransport
+from gradwire.comm.worker_executor import WorkerExecutor
 
 DESTROYED = (
     "The process group was destroyed. Initialize a new one, then wrap the model again or assign the new group to the "
@@ -70,18 +71,18 @@ class Connections:
         self.group, self._rank = group, dist.get_rank()  # for messages: this rank's number in the default group
         self.failure: str | None = None
         self._store = gradwire_store(group)
-        self._notices = Notices(self._store)
+        self._requests = StoreRequests(self._store)
         self._node_keys = [f"node/{rank}" for rank in range(group.size())]
         self._counters = [f"generation/{rank}" for rank in range(group.size())]
-        # Keys that this rank has set in this generation, besides a notice, with the number of their user; 0 for none.
+        # Keys that this rank has set in this generation, besides a notice, with their reducer's number; 0 for none.
         self._keys: dict[str, int] = {}
-        self.generation = self._notices.require(self._begin, collective_timeout(group))
+        self.generation = self._requests.require(self._begin, collective_timeout(group))
         self._executors: dict[torch.device, Executor] = {}
         self._transports: dict[str, GroupTransport] = {}
-        # Users that exchange at present, with their thread and backward.
-        self._in_use: weakref.WeakKeyDictionary[object, tuple[int, int]] = weakref.WeakKeyDictionary()
-        self._n_users = 0
-        self._users: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()  # by number
+        # Reducers, and wrappers in a forward, that exchange at present, with their thread and backward.
+        self._exchanging: weakref.WeakKeyDictionary[object, tuple[int, int]] = weakref.WeakKeyDictionary()
+        self._n_reducers = 0
+        self._reducers: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()  # by number
         self._is_connecting = threading.Lock()
 
     def _begin(self, store: Store) -> int:
@@ -101,8 +102,7 @@ class Connections:
 
     def nodes(self) -> list[str]:
         """The name of each rank's node, as the ranks have found it. Waits until all ranks have connections."""
-        purpose = "The search for nodes"
-        return get_all(self.group, self._store, self._node_keys, purpose, self.check_peers)
+        return get_all(self.group, self._store, self._node_keys, "The search for nodes", self.check_peers)
 
     def executor(self, device: torch.device) -> Executor:
         """The executor that runs the hooks' algorithms on a device."""
@@ -150,52 +150,53 @@ class Connections:
                 self.check()
         return self._transports[purpose]
 
-    def new_user(self, user: object) -> int:
+    def new_reducer(self, reducer: object) -> int:
         """A number for a reducer on the process group, equal on all ranks, which create their reducers in one order.
 
-        Deletes what users that are gone have announced.
+        Deletes what reducers that are gone have announced.
         """
-        self._n_users += 1
-        self._users[self._n_users] = user
-        gone = [key for key, number in list(self._keys.items()) if number > 0 and number not in self._users]
+        self._n_reducers += 1
+        self._reducers[self._n_reducers] = reducer
+        gone = [key for key, number in list(self._keys.items()) if number > 0 and number not in self._reducers]
         if gone:
-            self._notices.tell(lambda store: delete_keys(store, gone))
+            self._requests.tell(lambda store: delete_keys(store, gone))
         for key in gone:
             self._keys.pop(key, None)
-        return self._n_users
+        return self._n_reducers
 
-    def begin_exchange(self, user: object, thread: int) -> None:
-        """Note that ``user`` exchanges in the current backward or in a forward, until `end_exchange`.
+    def begin_exchange(self, owner: object, thread: int) -> None:
+        """Note that ``owner``, a reducer or a wrapper, exchanges in the current backward or in a forward, until
+        `end_exchange`. ``thread`` called the forward.
 
-        Two users of one thread or of one backward may exchange at the same time. ``thread`` called the forward.
+        Two owners of one thread or of one backward may exchange at the same time.
 
         Raises:
             RuntimeError: another thread is exchanging: the order of the collectives would differ between ranks.
         """
         backward = current_backward()
-        for other_thread, other_backward in self._in_use.values():
+        for other_thread, other_backward in self._exchanging.values():
             if other_thread != thread and (backward == NO_BACKWARD or other_backward != backward):
                 raise RuntimeError(TWO_THREADS)
-        self._in_use[user] = thread, backward
+        self._exchanging[owner] = thread, backward
 
-    def forget_users(self) -> None:
-        """Forget all users: models whose last step did not finish are abandoned."""
-        self._in_use.clear()
+    def end_exchange(self, owner: object) -> None:
+        """Note that ``owner`` has ended its exchange."""
+        self._exchanging.pop(owner, None)
 
-    def end_exchange(self, user: object) -> None:
-        """Note that ``user`` has ended its exchange."""
-        self._in_use.pop(user, None)
+    def end_exchanges(self) -> None:
+        """Forget all exchanges: models whose last step did not finish are abandoned."""
+        self._exchanging.clear()
 
-    def announce(self, user: int, place: str, text: str) -> None:
-        """Tell the other ranks, in the store, where this rank waits. ``user``: the number of the user that waits."""
-        key = f"{self.generation}/{user}/{place}"
-        self._keys[key] = user
-        self._notices.tell(lambda store: store.set(key, text))
+    def announce(self, reducer: int, place: str, text: str) -> None:
+        """Tell the other ranks, in the store, where the reducer with this number waits."""
+        key = f"{self.generation}/{reducer}/{place}"
+        self._keys[key] = reducer
+        self._requests.tell(lambda store: store.set(key, text))
 
-    def announced(self, user: int, place: str) -> str | None:
+    def announced(self, reducer: int, place: str) -> str | None:
         """The text that a rank has announced; None if none has."""
-        key = f"{self.generation}/{user}/{place}"
-        return self._notices.ask(lambda store: _text_at(store, key))
+        key = f"{self.generation}/{reducer}/{place}"
+        return self._requests.ask(lambda store: _text_at(store, key))
 
     def finish(self) -> None:
         """Enqueue the rest of all tasks; see `Executor.finish`."""
@@ -233,7 +234,7 @@ class Connections:
                     store.wait([key], timedelta(seconds=2 * POLL_SECONDS))
             return _text_at(store, key)
 
-        return self._notices.ask(look)
+        return self._requests.ask(look)
 
     def fail(self, reason: str) -> None:
         """Leave, abandoning everything in flight: every exchange raises from now on, soon also on the other ranks.
@@ -256,7 +257,7 @@ class Connections:
             if not store.check([key]):
                 store.set(key, reason)
 
-        self._notices.tell(post)
+        self._requests.tell(post)
 
     def _failure_notice(self) -> Callable[[Exception], None]:
         """A function that announces a failed task of PyTorch's DDP. gradwire's reducer, which knows the step, has
@@ -271,16 +272,16 @@ class Connections:
         """
         self._abandon()
         n_further, counter = generation - self.generation, self._counters[self.group.rank()]
-        self._notices.require(lambda store: store.add(counter, n_further), collective_timeout(self.group))
+        self._requests.require(lambda store: store.add(counter, n_further), collective_timeout(self.group))
         old, self._keys = [*self._keys, f"{self.generation}/{NOTICE}"], {}
-        self._notices.tell(lambda store: delete_keys(store, old))
+        self._requests.tell(lambda store: delete_keys(store, old))
         self.generation = generation
         self.failure = None
 
     def end(self) -> None:
         """End the connections: the process group was destroyed, or the interpreter exits."""
         self.failure = DESTROYED
-        if not self._notices.is_stuck:
+        if not self._requests.is_stuck:
             self._post(_why_it_ends(self._rank))
         for transport in self._transports.values():
             transport.close()
@@ -300,13 +301,13 @@ class Connections:
             delete_keys(store, own)
             delete_on_last(store, "ended", n_ranks, shared)
 
-        if not self._notices.is_stuck:
-            self._notices.tell(delete)
+        if not self._requests.is_stuck:
+            self._requests.tell(delete)
 
     def _abandon(self) -> None:
         executors, transports = self._executors, self._transports
         self._executors, self._transports = {}, {}
-        self._in_use.clear()
+        self._exchanging.clear()
         for executor in executors.values():
             executor.abandon()
         for transport in transports.values():

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from gradwire.comm.store_collectives import DEFAULT_TIMEOUT, Notices, RanksMissing, collective_timeout, get_all
+from gradwire.comm.store_collectives import DEFAULT_TIMEOUT, RanksMissing, StoreRequests, collective_timeout, get_all
 from gradwire.comm.torch_internals import GlooGroup, PrefixStore, Store, device_timeouts, gloo_keys, gloo_options
 
 DESTROY_SECONDS = 1.0  # longest wait for the end of a group whose connections are cut
@@ -137,7 +137,7 @@ def keys_of_duplicate(key: str, rank: int) -> list[str]:
 def _meet(group: dist.ProcessGroup, store: Store, key: str, check: Callable[[], None], value: str = "") -> list[str]:
     """Wait until every rank has made the same call; return the values of all."""
     keys = [f"{key}/{rank}" for rank in range(group.size())]
-    Notices(store).require(lambda store: store.set(keys[group.rank()], value), collective_timeout(group))
+    StoreRequests(store).require(lambda store: store.set(keys[group.rank()], value), collective_timeout(group))
     try:
         return get_all(group, store, keys, "The exchange of gradients", check)
     except RanksMissing as error:

@@ -1,6 +1,6 @@
 """A model of the executors: the end time of each bucket's exchange, from the durations of its parts, in one unit.
 
-A bucket passes through the parts of its algorithm in bucket order, as in `gradwire.comm.executor.WorkerExecutor`:
+A bucket passes through the parts of its algorithm in bucket order, as in `WorkerExecutor`:
 
     first part, first message        up to ``in_flight`` buckets at a time
     ... further parts and messages, of the oldest bucket only

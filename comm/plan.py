@@ -70,7 +70,7 @@ class Plan:
         with self._record(stream) as part:
             collective = driver.advance()
         self.parts.append((part.calls, collective))
-        self._kept += [*part.kept, *(() if collective is None else collective.memory)]
+        self._kept += [*part.kept, *(() if collective is None else collective.tensors)]
         self.operator = self.operator or part.operator
         if collective is None:
             own = {tensor.untyped_storage().data_ptr() for tensor in self._gradients if tensor.numel() > 0}

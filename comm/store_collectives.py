@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable
 from contextlib import suppress
 from datetime import timedelta
 from operator import methodcaller
@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from gradwire.comm.rank_differences import format_ranks
 from gradwire.comm.torch_internals import PrefixStore, Store, can_delete_keys, device_timeouts, port_of, store_of_group
 
 DEFAULT_TIMEOUT = timedelta(minutes=2)
@@ -33,16 +34,10 @@ EXIT_SECONDS = 10.0  # longest delay of the exit; by then rank 0 has usually exi
 KEYS_AT_ONCE = 16  # of one request: a poll stays small with thousands of ranks
 SHUTDOWN_SECONDS = 1.0  # longest wait for a request whose connection is shut down
 WARN_AFTER = timedelta(seconds=20)  # a rank that has waited this long logs which ranks are missing
-MAX_SHOWN = 12  # largest number of differences between ranks that an error lists
 
 NO_STORE = (
     "Rank 0, which hosts the store of this process group, has ended or has given no answer within {seconds:.0f} "
     "seconds. Restart the job from a checkpoint."
-)
-OUT_OF_STEP = (
-    "The ranks are out of step; {counts}. A rank has skipped a backward pass, or has made a forward or backward pass "
-    "alone. This step would average gradients of different batches. Make the same forward and backward passes on every "
-    "rank; run passes that only one rank makes under torch.no_grad() or no_sync(), or call model.module."
 )
 
 logger = logging.getLogger(__name__)
@@ -60,11 +55,6 @@ class RanksMissing(RuntimeError):
         who = f"ranks {ranks} have not made it" if ranks else "some ranks have not made it"
         super().__init__(f"{purpose} is a collective call: {who} within {timeout}. Call it on every rank.")
         self.ranks, self.timeout = ranks, timeout
-
-
-def format_ranks(ranks: Sequence[int]) -> str:
-    """Format rank numbers: ``rank 1``, or ``ranks 0, 2``."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def gradwire_store(group: dist.ProcessGroup) -> Store:
@@ -104,7 +94,7 @@ def store_all_gather(
         RuntimeError: the store gives no answer.
     """
     timeout = collective_timeout(group) if timeout is None else timeout
-    requests = Notices(PrefixStore("meet", gradwire_store(group)))
+    requests = StoreRequests(PrefixStore("meet", gradwire_store(group)))
     calls = _calls.setdefault(store_of_group(group), Counter())
     n_ranks = group.size()
 
@@ -152,7 +142,7 @@ def gather_json(
     return [json.loads(text) for text in texts]
 
 
-class Notices:
+class StoreRequests:
     """Short requests to a store that end soon even if rank 0, which hosts it, is out of reach.
 
     A request of PyTorch's store may wait for its answer until TCP gives up, a quarter of an hour. So each is made in a
@@ -249,7 +239,7 @@ def get_all(
         RanksMissing: some ranks have not set their keys; names them.
         RuntimeError: the store gives no answer; or what ``check`` raises, which is called while waiting.
     """
-    requests, timeout = Notices(store), collective_timeout(group)
+    requests, timeout = StoreRequests(store), collective_timeout(group)
     if missing := wait_for_ranks(group, requests, keys, timeout, check):
         raise RanksMissing(purpose, missing, timeout)
     return requests.require(lambda store: _values(store, keys), timeout)
@@ -284,7 +274,7 @@ def delete_on_last(store: Store, counter: str, n_ranks: int, keys: Iterable[str]
 
 
 def wait_for_ranks(
-    group: dist.ProcessGroup, requests: Notices, keys: list[str], timeout: timedelta, check: Callable[[], None]
+    group: dist.ProcessGroup, requests: StoreRequests, keys: list[str], timeout: timedelta, check: Callable[[], None]
 ) -> list[int]:
     """Wait until every rank has set its key, or ``check`` raises; return the default group's numbers of
     missing ranks.
@@ -322,52 +312,3 @@ def named_barrier(
 ) -> None:
     """Barrier: return once every rank has made the matching call; see `store_all_gather`."""
     store_all_gather(group, purpose, "here", timeout, check)
-
-
-def check_collectives(counts: Sequence[Sequence[int]], which: str = "itself") -> None:
-    """Raise RuntimeError unless all ranks have issued equally many collectives on a process group.
-
-    Args:
-        counts: the counts of each rank of the group.
-        which: names the group in the error, after "the process group".
-    """
-    if any(count != counts[0] for count in counts):
-        raise RuntimeError(
-            f"The ranks have issued different numbers of collectives on the process group {which}: "
-            f"{format_by_rank(counts)}. "
-            "The missing collectives leave it stuck, and gradwire can replace only groups that it created. Restart "
-            "the job from a checkpoint, or destroy the process group on every rank and initialize a new one."
-        )
-
-
-def out_of_step(n_forwards: Sequence[int], n_backwards: Sequence[int] = ()) -> str | None:
-    """The error of ranks that have made different numbers of synchronized passes; None if they agree.
-
-    The counts are by rank. A rank without a forward pass is not compared: it has joined, or is not known.
-    """
-    shown = []
-    for kind, counts in ("forward", n_forwards), ("backward", n_backwards):
-        known = {rank: count for rank, count in enumerate(counts) if count > 0}
-        if len(set(known.values())) > 1:
-            by_rank = [f"{count} on rank {rank}" for rank, count in known.items()][:MAX_SHOWN]
-            shown.append(f"synchronized {kind} passes: {', '.join(by_rank)}")
-    return OUT_OF_STEP.format(counts="; ".join(shown)) if shown else None
-
-
-def format_by_rank(values: Sequence[Any]) -> str:
-    """Format values: ``3 on rank 0, 4 on rank 1``."""
-    return ", ".join(f"{value!r} on rank {rank}" for rank, value in enumerate(values))
-
-
-def format_differences(facts_by_rank: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> str:
-    """One line for each fact, by name, that differs between ranks: every value, and the ranks that hold it."""
-    lines = []
-    for name in dict.fromkeys(name for facts in facts_by_rank for name in facts):
-        holders: dict[str, list[int]] = {}
-        for rank, facts in zip(ranks, facts_by_rank, strict=True):
-            holders.setdefault(facts.get(name, "nothing"), []).append(rank)
-        if len(holders) > 1:
-            lines.append(f"{name}: " + "; ".join(f"{value} on {format_ranks(on)}" for value, on in holders.items()))
-    if len(lines) > MAX_SHOWN:
-        lines[MAX_SHOWN:] = [f"and {len(lines) - MAX_SHOWN} more differences"]
-    return "".join(f"\n  {line}" for line in lines)

@@ -64,15 +64,16 @@ class StreamExecutor(Executor):
         if self._error is not None:
             future.set_exception(self._error)
             return future
-        self._kernels.wait_stream(torch.cuda.current_stream(self.index))
         workspace = self.workspaces[self.place]
         future.recorded = plan
-        begin, name, value, on_error = task
+        name, value, on_error = task[1:]
         if plan is not None:
             plan.name = f"{name}, replay"
-        before = self._enter(future)
-        self._advance(future, lambda: Driver(begin(workspace), self.transport, name, value, on_error))
-        self._in_streams(before)
+
+        def begin() -> None:
+            future.driver = Driver(task.begin(workspace), self.transport, name, value, on_error)
+
+        self._enqueue(future, self._enter(future), begin)
         return future
 
     def replay(
@@ -91,17 +92,7 @@ class StreamExecutor(Executor):
             flight.set_exception(self._error)
             return flight
         flight.plan, flight.value_of_replay = plan, value
-        before = self._enter(flight)
-        device, current = torch.cuda._exchange_device(self.index), torch.cuda.current_stream(self.index)
-        try:
-            plan.begin.record(current)
-            plan.begin.wait(self._kernels)
-            with profiler_range(plan.name):
-                self._replay_part(flight, refresh)
-            self._run_to_end(before)
-        finally:
-            torch.cuda.set_stream(current)
-            torch.cuda._maybe_exchange_device(device)
+        self._enqueue(flight, self._enter(flight), refresh)
         return flight
 
     def _enter(self, flight: Result | Handle) -> Result | Handle | None:
@@ -116,7 +107,8 @@ class StreamExecutor(Executor):
 
     def finish(self) -> None:  # noqa: D102
         latest, self._latest = self._latest, None
-        self._in_streams(latest)
+        if latest is not None:
+            self._enqueue(None, latest)
         self._n_submitted = 0  # a bucket usually gets the same workspace in each step, so cached views fit
 
     def close(self, timeout: float) -> None:  # noqa: D102
@@ -126,27 +118,31 @@ class StreamExecutor(Executor):
         self._error = self._error or RuntimeError(CLOSED)
         self.finish()
 
-    def _in_streams(self, flight: Result | Handle | None) -> None:
-        """`_run_to_end`, and restore the current device and stream."""
-        if flight is None:
-            return
+    def _enqueue(
+        self, flight: Result | Handle | None, before: Result | Handle | None, begin: Callable[[], None] | None = None
+    ) -> None:
+        """Enqueue the first part of a task, which ``begin`` prepares in the stream of the kernels, and then the rest of
+        the task before it. Afterwards, the caller's device and stream are current again.
+        """
         device, current = torch.cuda._exchange_device(self.index), torch.cuda.current_stream(self.index)
         try:
-            self._run_to_end(flight)
+            if flight is not None and flight.plan is not None:
+                flight.plan.begin.record(current)
+                flight.plan.begin.wait(self._kernels)
+                with profiler_range(flight.plan.name):
+                    self._replay_part(flight, begin)
+            elif isinstance(flight, Result):
+                self._kernels.wait_stream(current)
+                self._advance(flight, begin)
+            while before is not None and before.plan is not None:
+                self._replay_part(before)
+            while before is not None and before.driver is not None:
+                self._advance(before)
         finally:
-            torch.cuda.set_stream(current)
+            torch.cuda.set_stream(current)  # `torch.cuda.stream` takes the host several times as long
             torch.cuda._maybe_exchange_device(device)
 
-    def _run_to_end(self, flight: Result | Handle | None) -> None:
-        """Enqueue the rest of a task. The current stream may be another one afterwards."""
-        if flight is None:
-            return
-        while flight.plan is not None:
-            self._replay_part(flight)
-        while flight.driver is not None:
-            self._advance(flight)
-
-    def _replay_part(self, flight: Result | Handle, refresh: Callable[[], None] | None = None) -> None:
+    def _replay_part(self, flight: Result | Handle, begin: Callable[[], None] | None = None) -> None:
         """Enqueue the launches of a part, and its collective; or the last part, and complete ``flight``."""
         plan = flight.plan
         assert plan is not None
@@ -154,8 +150,8 @@ class StreamExecutor(Executor):
             if self._error is not None:
                 raise self._error
             torch.cuda.set_stream(self._kernels)
-            if refresh is not None:
-                refresh()
+            if begin is not None:
+                begin()
             else:
                 plan.done.wait(self._kernels)
             calls, collective = plan.parts[flight.part]
@@ -176,48 +172,38 @@ class StreamExecutor(Executor):
             flight.plan = None
             flight.set_exception(error)
 
-    def _advance(self, result: Result, begin: Callable[[], Driver[Any]] | None = None) -> None:
-        """Enqueue kernels up to the next collective, and the collective; or to the end, and complete the future.
-
-        ``begin`` creates the driver, in the stream of the kernels.
-        """
-        with torch.cuda.device(self.index), torch.no_grad():
-            before = torch.cuda.current_stream(self.index)
-            torch.cuda.set_stream(self._kernels)  # `torch.cuda.stream` takes the host several times as long
-            try:
-                if self._error is not None:
-                    if result.driver is not None:
-                        result.driver.close()
-                    raise self._error
-                if begin is not None:
-                    result.driver = begin()
-                driver = result.driver
-                assert driver is not None
-                if result.collective_done is not None:
-                    self._kernels.wait_event(result.collective_done)
-                plan = result.recorded
-                collective = driver.advance() if plan is None else plan.advance(driver, self._kernels.cuda_stream)
-                if collective is None:
-                    if plan is not None:
-                        self.workspaces[plan.place].keep_buffer(plan)
-                    result.driver = None
-                    if not isinstance(driver.result, Tensor):
-                        result.ended = self._kernels.record_event()
-                    result.set_result(driver.result)
-                    return
-                self._collectives.wait_stream(self._kernels)
-                torch.cuda.set_stream(self._collectives)
-                try:
-                    self.transport.run(collective)
-                finally:
-                    torch.cuda.set_stream(self._kernels)
-                result.collective_done = self._collectives.record_event()
-            except Exception as error:
-                self._error = self._error or error
-                result.driver = None
-                result.set_exception(error)
-            finally:
-                torch.cuda.set_stream(before)
+    @torch.no_grad()
+    def _advance(self, flight: Result, begin: Callable[[], None] | None = None) -> None:
+        """Enqueue kernels up to the next collective, and the collective; or to the end, and complete the future."""
+        try:
+            if self._error is not None:
+                if flight.driver is not None:
+                    flight.driver.close()
+                raise self._error
+            torch.cuda.set_stream(self._kernels)
+            if begin is not None:
+                begin()
+            else:
+                flight.collective_done.wait(self._kernels)
+            driver, plan = flight.driver, flight.recorded
+            assert driver is not None
+            collective = driver.advance() if plan is None else plan.advance(driver, self._kernels.cuda_stream)
+            if collective is None:
+                if plan is not None:
+                    self.workspaces[plan.place].keep_buffer(plan)
+                flight.driver = None
+                if not isinstance(driver.result, Tensor):
+                    flight.ended = self._kernels.record_event()
+                flight.set_result(driver.result)
+                return
+            self._collectives.wait_stream(self._kernels)
+            torch.cuda.set_stream(self._collectives)
+            self.transport.run(collective)
+            flight.collective_done = self._collectives.record_event()
+        except Exception as error:
+            self._error = self._error or error
+            flight.driver = None
+            flight.set_exception(error)
 
 
 class Handle:
@@ -228,15 +214,15 @@ class Handle:
         value_of_replay: the result.
     """
 
-    __slots__ = ("_ended", "_error", "_executor", "driver", "part", "plan", "value_of_replay")
+    plan: Plan | None = None
+    part = 0
+    value_of_replay: Tensor | None = None
+    driver: None = None  # it runs no coroutine
+    _error: Exception | None = None
+    _ended: torch.cuda.Event
 
     def __init__(self, executor: StreamExecutor) -> None:
         self._executor = executor
-        self._error: Exception | None = None
-        self.plan: Plan | None = None
-        self.value_of_replay: Tensor | None = None
-        self.part = 0
-        self.driver = None
 
     def complete(self, ended: torch.cuda.Event, kernels: torch.cuda.Stream) -> None:
         """Note that all of the task is enqueued on the stream ``kernels``."""
@@ -270,7 +256,7 @@ class Result(Future[Any]):
         recorded: records the task.
         plan, part: the plan that the task replays, until it is enqueued to its end, and the next part.
         value_of_replay: the result of a replayed task.
-        collective_done: recorded after the collective that the task awaits; None before the first one.
+        collective_done: recorded after the collective that the task awaits.
         ended: recorded at the end of a task that returns no tensor. PyTorch's futures order only the tensors of their
             result; `wait` then orders the current stream after the task, and `then` does not.
     """
@@ -280,7 +266,7 @@ class Result(Future[Any]):
     plan: Plan | None = None
     part = 0
     value_of_replay: Tensor | None = None
-    collective_done: torch.cuda.Event | None = None
+    collective_done: torch.cuda.Event
     ended: torch.cuda.Event | None = None
 
     def __init__(self, executor: StreamExecutor, devices: Sequence[torch.device]) -> None:

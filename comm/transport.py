@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import queue
 import traceback
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from typing import Any, Generic, TypeVar, cast
 
@@ -27,22 +26,24 @@ T = TypeVar("T")
 # gloo queues its ready-to-receive notice behind its own outgoing data, so one message never fills both directions of a
 # link and takes twice as long as the wire; 16 pieces take 1.1 times as long.
 MAX_PIECES = 16
+MAX_CELL_BYTES = 1 << 16  # at 1 Gb/s, gloo's announcements take longer than the data of cells below half of this
+# An announcement takes a round trip, in which a link of 200 Mb/s sends as many bytes.
+CELL_BYTES_PER_SECOND = 25e6
 FORGOTTEN_AWAIT = (
     "{task}: {n} collectives of the transport were created but not awaited, so they never ran. Write `await` before "
     "each of them: await step.transport.all_reduce(tensor)."
 )
-MAX_CELL_BYTES = 1 << 16  # at 1 Gb/s, gloo's announcements take longer than the data of cells below half of this
-# An announcement takes a round trip, in which a link of 200 Mb/s sends as many bytes.
-CELL_BYTES_PER_SECOND = 25e6
 
 
-class Collective(ABC):
+class Collective:
     """A collective that an algorithm awaits once: one message or several, all of them in flight together.
 
     Attributes:
+        tensors: the tensors that are read and written.
         payload_bytes: bytes to add to `Transport.payload_bytes`.
     """
 
+    tensors: tuple[Tensor, ...]
     payload_bytes: int
 
     def __await__(self) -> Generator[Collective, None, None]:
@@ -53,21 +54,15 @@ class Collective(ABC):
         for work in self.start(group, is_async=False):
             work.wait()
 
-    @abstractmethod
     def start(self, group: dist.ProcessGroup, is_async: bool = True) -> list[dist.Work]:
         """Launch every message and return one `dist.Work` per message; PyTorch need not know the group.
 
         If not ``is_async``, NCCL uses the current stream, and there may be no works.
         """
+        raise NotImplementedError
 
-    @abstractmethod
     def run_alone(self) -> None:
-        """Run in a world of one rank, without a group."""
-
-    @property
-    @abstractmethod
-    def memory(self) -> Sequence[Tensor]:
-        """The tensors that are read and written."""
+        """Run in a world of one rank, without a group: a sum over one rank changes nothing."""
 
 
 # An algorithm in flight: it yields each collective that it awaits, and is sent None once that collective is done.
@@ -84,12 +79,7 @@ class Driver(Generic[T]):
     Args:
         algorithm: the coroutine; nothing else has awaited it.
         transport: the transport that the algorithm uses; None not to check that it awaits every collective.
-        name: common part of the names of the ranges.
-        result: the result, if it is not what the algorithm returns.
-        on_error: called while an error of the algorithm is handled.
-
-    Attributes:
-        result: the result, once `advance` has returned None.
+        name, result, on_error: see `Task`. ``result`` is an attribute: the result, once `advance` has returned None.
     """
 
     def __init__(
@@ -154,20 +144,15 @@ class AllReduce(Collective):
         self.tensors, self.op, self._latest_sparse = tensors, op, latest_sparse
         self.payload_bytes = 0
         for tensor in tensors:
-            parts = (tensor._values(), tensor._indices()) if tensor.is_sparse else (tensor,)
-            for part in parts:
+            for part in (tensor._values(), tensor._indices()) if tensor.is_sparse else (tensor,):
                 self.payload_bytes += part.nbytes
 
     def start(self, group: dist.ProcessGroup, is_async: bool = True) -> list[dist.Work]:
-        """Launch an all-reduce of each tensor, of a sparse one only once the previous sparse one is done.
-
-        NCCL's coalesced all-reduce takes tensors of one dtype only.
-        """
+        """Launch an all-reduce of each tensor: NCCL's coalesced one takes tensors of one dtype only."""
         works = []
         for tensor in self.tensors:
             if tensor.is_sparse and self._latest_sparse:
                 self._latest_sparse.pop().wait()
-            # `dist.all_reduce` takes only groups that PyTorch knows, which gradwire's own are not.
             real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
             work = all_reduce(real, self.op, group, is_async=is_async)
             if work is not None:
@@ -176,13 +161,6 @@ class AllReduce(Collective):
                 # A further future: the work's own would keep the tensor alive.
                 self._latest_sparse.append(works[-1].get_future().then(lambda _: None))
         return works
-
-    def run_alone(self) -> None:
-        """Leave the tensors unchanged."""
-
-    @property
-    def memory(self) -> Sequence[Tensor]:  # noqa: D102
-        return self.tensors
 
 
 class Shot(Collective):
@@ -193,6 +171,7 @@ class Shot(Collective):
 
     def __init__(self, target: Tensor, source: Tensor, payload_bytes: int) -> None:
         self.target, self.source, self.payload_bytes = target, source, payload_bytes
+        self.tensors = target, source
         self.part: PartialTransport | None = None  # of the n ranks; None: all ranks of the group
 
     def start(self, group: dist.ProcessGroup, is_async: bool = True) -> list[dist.Work]:
@@ -200,22 +179,16 @@ class Shot(Collective):
         if self.target.numel() == 0:
             return []
         pieces = zip(self.target, self.source, strict=True)
-        works = [self._start_piece(target, source, group, is_async) for target, source in pieces]
+        works = [self._launch(target, source, group, is_async) for target, source in pieces]
         return [work for work in works if work is not None]
 
-    def _start_piece(
-        self, target: Tensor, source: Tensor, group: dist.ProcessGroup, is_async: bool
-    ) -> dist.Work | None:
+    def _launch(self, target: Tensor, source: Tensor, group: dist.ProcessGroup, is_async: bool) -> dist.Work | None:
         splits = () if self.part is None else self.part.splits
         return all_to_all(target, source, group, is_async=is_async, splits=splits)
 
     def run_alone(self) -> None:
         """Copy the message of the only rank to itself."""
         self.target.copy_(self.source if self.source.dim() == 3 else self.source[:, None])
-
-    @property
-    def memory(self) -> Sequence[Tensor]:  # noqa: D102
-        return self.target, self.source
 
 
 class AllToAll(Shot):
@@ -225,12 +198,10 @@ class AllToAll(Shot):
 class AllGather(Shot):
     """The second shot, of a source [pieces, bytes]."""
 
-    def _start_piece(
-        self, target: Tensor, source: Tensor, group: dist.ProcessGroup, is_async: bool
-    ) -> dist.Work | None:
+    def _launch(self, target: Tensor, source: Tensor, group: dist.ProcessGroup, is_async: bool) -> dist.Work | None:
         if self.part is None:
             return all_gather(target.view(-1), source, group, is_async=is_async)
-        return super()._start_piece(target, source.expand_as(target).contiguous(), group, is_async)
+        return super()._launch(target, source.expand_as(target).contiguous(), group, is_async)
 
 
 class Transport:
@@ -243,9 +214,9 @@ class Transport:
     Attributes:
         world_size: number of ranks.
         rank: number of this process among them.
-        payload_bytes: bytes of all tensors handed to collectives so far. A ring all-reduce over n
-            ranks sends 2 (n - 1) / n times as many bytes over each link. So does a two-shot all-reduce: each shot
-            counts half of the message, of which it sends (n - 1) / n.
+        payload_bytes: bytes of all tensors handed to collectives so far. A ring all-reduce over n ranks sends
+            2 (n - 1) / n times as many bytes over each link. So does a two-shot all-reduce: each shot counts half of
+            the message, of which it sends (n - 1) / n.
         n_created: number of collectives created so far, awaited or not.
         local_size: number of ranks on each node, if nodes have equally many and consecutive ones; else 1.
         round_trip: seconds of a round trip between the two ranks that are farthest apart; 0 if it is not known.
@@ -386,9 +357,7 @@ class GroupTransport(Transport):
         collective.run(self.group)
 
     def start(self, collective: Collective, group: dist.ProcessGroup | None = None) -> list[dist.Work]:
-        """Launch a collective of CPU tensors, by default on the transport's own group; returns one `dist.Work` per
-        message.
-        """
+        """Launch a collective of CPU tensors, on the transport's own group unless ``group`` is another one."""
         self.payload_bytes += collective.payload_bytes
         return collective.start(group or self.group)
 
@@ -435,12 +404,10 @@ class PartialTransport(Transport):
         """Raise NotImplementedError: an all-reduce is among all ranks."""
         raise NotImplementedError("Only the two shots are possible among some of the ranks.")
 
-    def all_reduce_max(self, tensor: Tensor) -> Collective:
-        """Raise NotImplementedError; see `all_reduce`."""
+    def all_reduce_max(self, tensor: Tensor) -> Collective:  # noqa: D102
         return self.all_reduce(tensor)
 
-    def pieces(self, nbytes: int) -> int:
-        """Number of pieces into which to cut a message; see `Transport.pieces`."""
+    def pieces(self, nbytes: int) -> int:  # noqa: D102
         whole = self._whole
         return 1 if self.world_size == 1 else whole.pieces(nbytes // self.world_size * whole.world_size)
 
@@ -494,9 +461,7 @@ def wait_for(future: Future[T], check: Callable[[], None]) -> T:
 
 
 def clear_frames(error: BaseException | None) -> None:
-    """Clear the local variables in the traceback of ``error``: they may hold gloo's connections open, or the error
-    itself.
-    """
+    """Clear the local variables in the traceback of an error: they may hold gloo's connections open, or the error."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__context__
@@ -504,10 +469,8 @@ def clear_frames(error: BaseException | None) -> None:
 
 def _check_pieces(name: str, tensor: Tensor, shape: Sequence[int | None]) -> None:
     """Raise ValueError unless the tensor is uint8, has ``shape``, of which None is any size, and contiguous pieces."""
-    fits = tensor.dtype == torch.uint8 and tensor.dim() == len(shape)
-    for size, actual in zip(shape, tensor.shape, strict=False):
-        fits = fits and size in (None, actual)
-    if not fits:
+    fits = tensor.dim() == len(shape) and all(size in (None, n) for size, n in zip(shape, tensor.shape, strict=True))
+    if not fits or tensor.dtype != torch.uint8:
         sizes = ", ".join("any" if size is None else str(size) for size in shape)
         raise ValueError(
             f"{name} is {tensor.dtype} of shape {list(tensor.shape)}; expected torch.uint8 of shape [{sizes}]. "

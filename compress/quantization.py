@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradwire.comm.store_collectives import out_of_step
+from gradwire.comm.rank_differences import out_of_step
 from gradwire.comm.transport import Transport
 from gradwire.compress._validation import check_memory_shape
 from gradwire.compress.memory import BucketMemory

@@ -27,13 +27,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from gradwire._version import __version__
 from gradwire.comm.connections import Connections, connections_of
-from gradwire.comm.store_collectives import (
-    RanksMissing,
-    collective_timeout,
-    format_differences,
-    format_ranks,
-    store_all_gather,
-)
+from gradwire.comm.rank_differences import format_differences, format_ranks
+from gradwire.comm.store_collectives import RanksMissing, collective_timeout, store_all_gather
 from gradwire.comm.torch_internals import default_group, is_initialized_group
 from gradwire.hooks._bucket import Bucket, is_gradwire_hook
 from gradwire.hooks._names import registered_wrappers

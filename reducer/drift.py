@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.comm import GroupTransport
-from gradwire.comm.store_collectives import MAX_SHOWN, format_differences, gather_json, out_of_step
+from gradwire.comm.rank_differences import MAX_SHOWN, format_differences, out_of_step
+from gradwire.comm.store_collectives import gather_json
 from gradwire.hooks._handshake import digest
 from gradwire.hooks.hook_state import HookState
 from gradwire.kernels import as_real, is_capturing

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from gradwire.comm import GroupTransport, connections
-from gradwire.comm.store_collectives import format_ranks, gather_json, out_of_step
+from gradwire.comm.rank_differences import format_ranks, out_of_step
+from gradwire.comm.store_collectives import gather_json
 from gradwire.comm.torch_internals import all_groups, collective_counts
 from gradwire.hooks.hook_state import HookState
 from gradwire.reducer import errors
@@ -60,7 +61,7 @@ class Exchange:
     def update_process_group(self, process_group: dist.ProcessGroup) -> None:
         """Exchange with other ranks from now on."""
         self.process_group = process_group
-        self.number = self.connect().new_user(self)
+        self.number = self.connect().new_reducer(self)
         self.restart()
 
     def restart(self) -> None:

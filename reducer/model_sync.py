@@ -14,13 +14,8 @@ from torch.distributed.algorithms.join import JoinHook
 
 from gradwire.comm import GroupTransport
 from gradwire.comm.connections import Connections, connections_of, existing_connections
-from gradwire.comm.store_collectives import (
-    MAX_SHOWN,
-    check_collectives,
-    format_by_rank,
-    format_differences,
-    gather_json,
-)
+from gradwire.comm.rank_differences import MAX_SHOWN, check_collectives, format_by_rank, format_differences
+from gradwire.comm.store_collectives import gather_json
 from gradwire.comm.torch_internals import all_groups, collective_counts, unique_name
 from gradwire.hooks._handshake import digest
 from gradwire.hooks.hook_state import HookState, share_hook_state
@@ -225,7 +220,7 @@ class JoinedRank(JoinHook):
 
 def begin_together(connections: Connections) -> None:
     """Renew the connections if an exchange has failed on any rank. A collective call, made by DDP's constructor."""
-    connections.forget_users()
+    connections.end_exchanges()
     if connections.group.size() > 1:
         mine = connections.generation, connections.has_failed
         by_rank = gather_json(connections.group, "DistributedDataParallel()", mine)

@@ -12,7 +12,7 @@ from torch.autograd.graph import Node
 from torch.profiler import record_function
 
 from gradwire.comm import GroupTransport
-from gradwire.comm.store_collectives import out_of_step
+from gradwire.comm.rank_differences import out_of_step
 from gradwire.kernels import upload
 from gradwire.reducer import errors, torch_internals
 

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from gradwire.comm import connections_of
-from gradwire.comm.store_collectives import check_collectives, gather_json
+from gradwire.comm.rank_differences import check_collectives
+from gradwire.comm.store_collectives import gather_json
 from gradwire.comm.torch_internals import collective_counts
 from gradwire.hooks._handshake import digest
 from gradwire.hooks.hook_state import HookState, share_hook_state

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradwire.comm import Task, connections_of, executor, groups, store_collectives, transport
+from gradwire.comm import Task, connections_of, groups, store_collectives, transport, worker_executor
 from gradwire.comm.connections import Connections
-from gradwire.comm.store_collectives import POLL_SECONDS, Notices, RanksMissing, gradwire_store, store_all_gather
+from gradwire.comm.store_collectives import POLL_SECONDS, RanksMissing, StoreRequests, gradwire_store, store_all_gather
 from gradwire.hooks._bucket import Bucket, reduce_bucket
 from gradwire.hooks.hook_state import settings_of
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
@@ -128,7 +128,7 @@ def test_failed_task_of_pytorchs_ddp_raises_on_connected_peer():
         last.clear()
 
     with ExitStack() as stack:
-        for module in (executor, transport):
+        for module in (worker_executor, transport):
             stack.enter_context(mock.patch.object(module, "destroy", keep_open))
         message = message_of(lambda: ddp(*batch).backward())
         dist.barrier()
@@ -161,7 +161,7 @@ def test_missing_rank_of_a_subgroup_is_named_by_global_rank():
 
 def test_request_without_an_answer_blocks_neither_itself_nor_later_ones():
     is_back, made = threading.Event(), []
-    notices = Notices(None)
+    notices = StoreRequests(None)
 
     def request(store, number):
         made.append(number)

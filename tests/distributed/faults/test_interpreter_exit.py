@@ -26,7 +26,7 @@ from gradwire.comm import store_collectives
 store_collectives.EXIT_SECONDS = 0.0
 store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
 os.kill(server, signal.SIGSTOP)
-requests = store_collectives.Notices(store)
+requests = store_collectives.StoreRequests(store)
 assert requests.ask(lambda store: store.check(["key"]), 0.0) is None
 (thread,) = store_collectives._requests
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.comm import connections_of
-from gradwire.comm.store_collectives import Notices, RanksMissing, gather_json, store_all_gather
+from gradwire.comm.store_collectives import RanksMissing, StoreRequests, gather_json, store_all_gather
 from tests.support.ranks import from_all_ranks, on_ranks, signals
 
 SHORT = timedelta(seconds=1)
@@ -16,7 +16,7 @@ SHORT = timedelta(seconds=1)
 
 def test_store_that_gives_no_answer_raises_within_the_timeout():
     answer = threading.Event()
-    requests = Notices(dist.HashStore())
+    requests = StoreRequests(dist.HashStore())
     with pytest.raises(RuntimeError, match="Rank 0, which hosts the store of this process group, has ended or has"):
         requests.require(lambda _: answer.wait(), SHORT)
     answer.set()
