@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,7 @@ from gradwire.comm.store_collectives import (
     delete_on_last,
     get_all,
     gradwire_store,
+    text_at,
 )
 from gradwire.comm.stream_executor import StreamExecutor
 from gradwire.comm.torch_internals import (
@@ -116,7 +118,8 @@ class Connections:
             if later is None:
                 executor = StreamExecutor(transport, device)
             else:
-                executor = WorkerExecutor(transport, later, device, self.check_peers, self._failure_notice())
+                announce = partial(self._post_failed_task, self.generation)
+                executor = WorkerExecutor(transport, later, device, self.check_peers, announce)
             self._executors[device] = executor
             if self.failure is not None:  # another thread has failed meanwhile
                 self._executors.pop(device, None)
@@ -196,7 +199,7 @@ class Connections:
     def announced(self, reducer: int, place: str) -> str | None:
         """The text that a rank has announced; None if none has."""
         key = f"{self.generation}/{reducer}/{place}"
-        return self._requests.ask(lambda store: _text_at(store, key))
+        return self._requests.ask(lambda store: text_at(store, key))
 
     def finish(self) -> None:
         """Enqueue the rest of all tasks; see `Executor.finish`."""
@@ -232,7 +235,7 @@ class Connections:
             if wait:
                 with suppress(RuntimeError):
                     store.wait([key], timedelta(seconds=2 * POLL_SECONDS))
-            return _text_at(store, key)
+            return text_at(store, key)
 
         return self._requests.ask(look)
 
@@ -247,11 +250,11 @@ class Connections:
             self.renew(self.generation + 1)
         else:
             self.failure = reason
-            self._post(reason)
+            self._post(reason, self.generation)
             self._abandon()
 
-    def _post(self, reason: str, generation: int | None = None) -> None:
-        key = f"{self.generation if generation is None else generation}/{NOTICE}"
+    def _post(self, reason: str, generation: int) -> None:
+        key = f"{generation}/{NOTICE}"
 
         def post(store: Store) -> None:
             if not store.check([key]):
@@ -259,21 +262,19 @@ class Connections:
 
         self._requests.tell(post)
 
-    def _failure_notice(self) -> Callable[[Exception], None]:
-        """A function that announces a failed task of PyTorch's DDP. gradwire's reducer, which knows the step, has
-        announced its own. It speaks of the current generation: an abandoned executor may call it after `renew`.
+    def _post_failed_task(self, generation: int, error: Exception) -> None:
+        """Announce a failed task of PyTorch's DDP: gradwire's reducer, which knows the step, has announced its own.
+
+        An abandoned executor may call it after `renew`.
         """
-        generation = self.generation
-        return lambda error: self._post(f"A gradient exchange failed on rank {self._rank}: {error}", generation)
+        self._post(f"A gradient exchange failed on rank {self._rank}: {error}", generation)
 
     def renew(self, generation: int) -> None:
-        """Start again with connections of a new generation, on which all ranks have agreed: none reads the keys of the
-        old one any more.
-        """
+        """Start again with connections of a new generation, on which all ranks have agreed."""
         self._abandon()
         n_further, counter = generation - self.generation, self._counters[self.group.rank()]
         self._requests.require(lambda store: store.add(counter, n_further), collective_timeout(self.group))
-        old, self._keys = [*self._keys, f"{self.generation}/{NOTICE}"], {}
+        old, self._keys = [*self._keys, f"{self.generation}/{NOTICE}"], {}  # which no rank reads any more
         self._requests.tell(lambda store: delete_keys(store, old))
         self.generation = generation
         self.failure = None
@@ -282,7 +283,7 @@ class Connections:
         """End the connections: the process group was destroyed, or the interpreter exits."""
         self.failure = DESTROYED
         if not self._requests.is_stuck:
-            self._post(_why_it_ends(self._rank))
+            self._post(_why_it_ends(self._rank), self.generation)
         for transport in self._transports.values():
             transport.close()
         for executor in self._executors.values():
@@ -312,11 +313,6 @@ class Connections:
             executor.abandon()
         for transport in transports.values():
             transport.close()
-
-
-def _text_at(store: Store, key: str) -> str | None:
-    """The text under a key; None if there is none yet."""
-    return store.get(key).decode() if store.check([key]) else None
 
 
 def _why_it_ends(rank: int) -> str:
@@ -376,7 +372,5 @@ def _end(group: dist.ProcessGroup) -> None:
 
 
 def executor_for(group: dist.ProcessGroup | None, device: torch.device) -> Executor:
-    """The executor of a process group, None for the default one, on a device; RuntimeError if an exchange
-    has failed.
-    """
+    """The executor of a process group, None for the default one; raises RuntimeError if an exchange has failed."""
     return connections_of(group).executor(device)

@@ -43,9 +43,6 @@ class Workspace:
     On a GPU, queued kernels may still read a buffer that was replaced: `Tensor.record_stream` keeps its memory until
     they are done. A CUDA graph or a `Plan` repeats addresses: a captured buffer lives as long as the workspace, that of
     a plan as long as the plan.
-
-    Args:
-        device: device of the buffer.
     """
 
     STEPS_BEFORE_SHRINKING = 4
@@ -75,9 +72,7 @@ class Workspace:
         return self.wires((numel, dtype))[0]
 
     def wires(self, *sizes: tuple[int, torch.dtype]) -> list[Tensor]:
-        """Return an uninitialized 1-D tensor per (number of elements, dtype), valid in this stream until the
-        next call.
-        """
+        """Return an uninitialized 1-D tensor per (number of elements, dtype), valid until the next call."""
         starts, nbytes = [], 0
         for numel, dtype in sizes:
             starts.append(-(-nbytes // ALIGN_BYTES) * ALIGN_BYTES)
@@ -91,10 +86,10 @@ class Workspace:
             self._buffer.record_stream(torch.cuda.current_stream(self._device.index))
             if self._is_capturing() and not self._is_kept():
                 self._captured.append(self._buffer)
-        wires = []
-        for start, (numel, dtype) in zip(starts, sizes, strict=True):
-            wires.append(self._buffer[start : start + numel * dtype.itemsize].view(dtype))
-        return wires
+        return [
+            self._buffer[start : start + numel * dtype.itemsize].view(dtype)
+            for start, (numel, dtype) in zip(starts, sizes, strict=True)
+        ]
 
     def keep_buffer(self, plan: Plan) -> None:
         """Let a plan own the current buffer, which is not shrunk while the plan lives."""
@@ -130,11 +125,12 @@ class Executor:
     def __init__(self, transport: Transport, workspaces: list[Workspace]) -> None:
         self.transport = transport
         self.workspaces = workspaces
+        self._error: Exception | None = None  # the first failure
 
     @property
     def has_failed(self) -> bool:
         """Whether a task has raised; every later task fails."""
-        return False
+        return self._error is not None
 
     def submit(self, task: Task) -> Future[Any]:
         """Queue a task; its future gets the result or the exception."""

@@ -18,14 +18,6 @@ from gradwire.comm.store_collectives import DEFAULT_TIMEOUT, RanksMissing, Store
 from gradwire.comm.torch_internals import GlooGroup, PrefixStore, Store, device_timeouts, gloo_keys, gloo_options
 
 DESTROY_SECONDS = 1.0  # longest wait for the end of a group whose connections are cut
-
-
-def is_gloo_on_cpu(group: dist.ProcessGroup) -> bool:
-    """Whether the group's collectives of CPU tensors run on gloo."""
-    backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
-    return backends.get("cpu") == "gloo"
-
-
 _MIN_RTT = slice(148, 152)  # tcpi_min_rtt of Linux's struct tcp_info: microseconds
 _UNKNOWN_RTT = 2**32 - 1
 
@@ -90,13 +82,18 @@ def _epolls() -> set[int]:
 
 
 def _watched(epoll: int) -> list[int]:
-    """The file descriptors that an epoll instance watches."""
     lines = Path(f"/proc/self/fdinfo/{epoll}").read_text().splitlines()
     return [int(line.split()[1]) for line in lines if line.startswith("tfd:")]
 
 
 def _target(descriptor: int) -> str:
     return str(Path(f"/proc/self/fd/{descriptor}").readlink())
+
+
+def is_gloo_on_cpu(group: dist.ProcessGroup) -> bool:
+    """Whether the group's collectives of CPU tensors run on gloo."""
+    backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
+    return backends.get("cpu") == "gloo"
 
 
 def duplicate_group(group: dist.ProcessGroup, store: Store, key: str, check: Callable[[], None]) -> dist.ProcessGroup:
@@ -119,12 +116,11 @@ def duplicate_group(group: dist.ProcessGroup, store: Store, key: str, check: Cal
     # afterwards: a rank that closed its group at once would leave another one connecting until gloo's timeout.
     _meet(group, store, f"{key}/begins", check)
     made = OwnGroup(PrefixStore(key, store), group.rank(), group.size(), timeout)
-    own: list[dist.ProcessGroup] = [made]
     try:
         trips = _meet(group, store, f"{key}/connected", check, str(made.own_round_trip()))
         made.round_trip = max(map(float, trips))
     except BaseException:
-        destroy(own)
+        destroy([made])
         raise
     return made
 
@@ -153,7 +149,7 @@ def destroy(last: list[dist.ProcessGroup]) -> None:
     If a message is partly sent when its connection ends, the group's destructor waits for gloo's timeout. So it runs in
     a thread. At the interpreter's exit it does not run: a late return from C++ would abort the process.
     """
-    if last and isinstance(last[0], OwnGroup):
+    if isinstance(last[0], OwnGroup):
         last[0].cut()
         if threading.main_thread().is_alive():
             thread = threading.Thread(target=last.clear, name="gradwire closes a group", daemon=True)

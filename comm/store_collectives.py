@@ -79,7 +79,7 @@ def store_all_gather(
 
     The n-th call on one rank joins the n-th call for the same purpose on the others. The first rank that has seen all
     others, or has given up, decides the outcome for all; a rank that comes after a failed attempt joins the next one.
-    The last rank that needs them no longer deletes the keys of an attempt.
+    The last rank to leave an attempt deletes its keys.
 
     Args:
         group: the ranks.
@@ -102,7 +102,7 @@ def store_all_gather(
         while True:
             calls[purpose] += 1
             attempt = f"{purpose}/{calls[purpose]}"
-            if not _has_failed(store, attempt):
+            if text_at(store, f"{attempt}/outcome") != "failed":
                 store.set(f"{attempt}/{group.rank()}", value)
                 return attempt
             _leave(store, attempt, n_ranks)
@@ -138,8 +138,7 @@ def gather_json(
     group: dist.ProcessGroup, purpose: str, value: object, check: Callable[[], None] = lambda: None
 ) -> list[Any]:
     """Every rank's value, through the store. A collective call. ``check`` may raise to end the wait."""
-    texts = store_all_gather(group, purpose, json.dumps(value), check=check)
-    return [json.loads(text) for text in texts]
+    return list(map(json.loads, store_all_gather(group, purpose, json.dumps(value), check=check)))
 
 
 class StoreRequests:
@@ -157,8 +156,7 @@ class StoreRequests:
     @property
     def is_stuck(self) -> bool:
         """Whether a request still has no answer."""
-        late = self._late
-        return late is not None and late.empty()
+        return self._late is not None and self._late.empty()
 
     def ask(self, request: Callable[[Store], T], seconds: float = ANSWER_SECONDS) -> T | None:
         """The answer; None if the store refuses the request, or has no answer in time, or none to an earlier one."""
@@ -251,8 +249,9 @@ def _values(store: Store, keys: list[str]) -> list[str]:
     return [each.decode() for each in values]
 
 
-def _has_failed(store: Store, attempt: str) -> bool:
-    return store.check([f"{attempt}/outcome"]) and store.get(f"{attempt}/outcome") == b"failed"
+def text_at(store: Store, key: str) -> str | None:
+    """The text under a key; None if there is none yet."""
+    return store.get(key).decode() if store.check([key]) else None
 
 
 def _leave(store: Store, attempt: str, n_ranks: int) -> None:
@@ -276,9 +275,7 @@ def delete_on_last(store: Store, counter: str, n_ranks: int, keys: Iterable[str]
 def wait_for_ranks(
     group: dist.ProcessGroup, requests: StoreRequests, keys: list[str], timeout: timedelta, check: Callable[[], None]
 ) -> list[int]:
-    """Wait until every rank has set its key, or ``check`` raises; return the default group's numbers of
-    missing ranks.
-    """
+    """Wait until every rank has set its key; return the missing ranks by their numbers in the default group."""
     pending = keys  # `Store.wait` would print warnings
     begin = checked = time.monotonic()
     pause = 0.005

@@ -47,11 +47,6 @@ class StreamExecutor(Executor):
         self._latest: Result | Handle | None = None  # that of the latest task, unless it was enqueued to its end
         self._n_submitted = 0  # tasks since all were enqueued to their ends
         self._backward = NO_BACKWARD  # the backward at whose end `finish` will be called
-        self._error: Exception | None = None
-
-    @property
-    def has_failed(self) -> bool:  # noqa: D102
-        return self._error is not None
 
     @property
     def place(self) -> int:

@@ -19,14 +19,16 @@ TESTED_TORCH = ("2.11", "2.15")  # the oldest and the newest release of docs/com
 
 
 @contextmanager
-def private_names() -> Iterator[None]:
-    """Turn a missing private name in the body into an ImportError with the release of PyTorch and the remedy."""
+def private_names(
+    user: str = "gradwire", owner: str = "PyTorch", error_type: type[Exception] = ImportError
+) -> Iterator[None]:
+    """Raise an error with the release of PyTorch and the remedy if the body lacks a private name."""
     try:
         yield
     except (ImportError, AttributeError) as error:
         oldest, newest = TESTED_TORCH
-        raise ImportError(
-            f"gradwire uses private names of PyTorch, and torch {torch.__version__} lacks one: {error}. gradwire is "
+        raise error_type(
+            f"{user} uses private names of {owner}, and torch {torch.__version__} lacks one: {error}. gradwire is "
             f"tested with torch {oldest} to {newest}: install one of these, or a newer gradwire."
         ) from error
 

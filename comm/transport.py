@@ -49,15 +49,11 @@ class Collective:
     def __await__(self) -> Generator[Collective, None, None]:
         return iter((self,))  # type: ignore[return-value]  # cheaper than a generator, which is called twice
 
-    def run(self, group: dist.ProcessGroup) -> None:
-        """Run in the current stream of the tensors. May be called again, for the same tensors."""
-        for work in self.start(group, is_async=False):
-            work.wait()
-
-    def start(self, group: dist.ProcessGroup, is_async: bool = True) -> list[dist.Work]:
+    def start(self, group: dist.ProcessGroup, is_async: bool) -> list[dist.Work]:
         """Launch every message and return one `dist.Work` per message; PyTorch need not know the group.
 
-        If not ``is_async``, NCCL uses the current stream, and there may be no works.
+        If not ``is_async``, NCCL uses the current stream, and there may be no works. May be called again, for the same
+        tensors.
         """
         raise NotImplementedError
 
@@ -147,7 +143,7 @@ class AllReduce(Collective):
             for part in (tensor._values(), tensor._indices()) if tensor.is_sparse else (tensor,):
                 self.payload_bytes += part.nbytes
 
-    def start(self, group: dist.ProcessGroup, is_async: bool = True) -> list[dist.Work]:
+    def start(self, group: dist.ProcessGroup, is_async: bool) -> list[dist.Work]:
         """Launch an all-reduce of each tensor: NCCL's coalesced one takes tensors of one dtype only."""
         works = []
         for tensor in self.tensors:
@@ -174,7 +170,7 @@ class Shot(Collective):
         self.tensors = target, source
         self.part: PartialTransport | None = None  # of the n ranks; None: all ranks of the group
 
-    def start(self, group: dist.ProcessGroup, is_async: bool = True) -> list[dist.Work]:
+    def start(self, group: dist.ProcessGroup, is_async: bool) -> list[dist.Work]:
         """Launch every piece."""
         if self.target.numel() == 0:
             return []
@@ -353,13 +349,15 @@ class GroupTransport(Transport):
 
     def run(self, collective: Collective) -> None:
         """Run a collective in the current stream of its CUDA tensors."""
-        self.payload_bytes += collective.payload_bytes
-        collective.run(self.group)
+        for work in self.start(collective, is_async=False):
+            work.wait()
 
-    def start(self, collective: Collective, group: dist.ProcessGroup | None = None) -> list[dist.Work]:
-        """Launch a collective of CPU tensors, on the transport's own group unless ``group`` is another one."""
+    def start(
+        self, collective: Collective, group: dist.ProcessGroup | None = None, is_async: bool = True
+    ) -> list[dist.Work]:
+        """Launch a collective, on the transport's own group unless ``group`` is another one; see `Collective.start`."""
         self.payload_bytes += collective.payload_bytes
-        return collective.start(group or self.group)
+        return collective.start(group or self.group, is_async)
 
     def start_all_reduce(self, tensor: Tensor) -> Future[Any]:
         """Launch an in-place sum of ``tensor`` over all ranks; the future holds ``[tensor]``."""

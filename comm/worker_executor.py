@@ -12,7 +12,6 @@ from contextlib import suppress
 from enum import Enum
 from functools import partial
 from operator import methodcaller
-from types import FrameType
 from typing import Any
 
 import torch
@@ -58,7 +57,6 @@ class WorkerExecutor(Executor):
         self._latest: weakref.ref[WorkerTask] | None = None
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         # The worker thread's own state.
-        self._error: Exception | None = None  # the first failure
         self._waiting: deque[WorkerTask] = deque()
         self._in_flight: deque[WorkerTask] = deque()
         self._free = set(range(MAX_TASKS_IN_FLIGHT))  # workspaces
@@ -68,10 +66,6 @@ class WorkerExecutor(Executor):
         self._is_idle = threading.Event()  # set when the thread has ended: no task touches memory any longer
         self._thread = threading.Thread(target=self._work, name="gradwire", daemon=True)
         self._thread.start()
-
-    @property
-    def has_failed(self) -> bool:  # noqa: D102
-        return self._error is not None
 
     def submit(self, task: Task) -> Future[Any]:  # noqa: D102
         if self._is_closed:
@@ -107,14 +101,17 @@ class WorkerExecutor(Executor):
         torch.get_num_threads()  # makes this thread follow torch.set_num_threads; else BLAS starts a team of its own
         try:
             while not self._is_ending or self._waiting or self._in_flight:
-                must_announce = self._error is not None and not self._is_announced
+                unannounced = None if self._is_announced else self._error
+                may_wait = not self._in_flight and unannounced is None
                 try:
-                    self._take(self._events.get(timeout=POLL_SECONDS if self._in_flight or must_announce else None))
+                    self._take(self._events.get(timeout=None if may_wait else POLL_SECONDS))
                 except queue.Empty:
                     if self._in_flight:
                         self._check_peers()
-                    else:
-                        self._announce_failure()
+                    elif unannounced is not None:
+                        self._is_announced = True
+                        # gloo may have forgotten the peers' collectives that wait for this rank.
+                        self._announce(unannounced)
                 self._advance()
                 if self._error is not None and not self._in_flight:
                     self._leave()
@@ -137,14 +134,7 @@ class WorkerExecutor(Executor):
             self._error = RuntimeError(str(error))  # without frames, which would hold this executor
             self._abandon()
 
-    def _announce_failure(self) -> None:
-        """Tell peers, whose gloo may have forgotten the collectives that wait for this rank."""
-        if self._error is not None:
-            self._is_announced = True
-            self._announce(self._error)
-
     def _take(self, event: Any) -> None:
-        """Record an event."""
         if isinstance(event, WorkerTask):
             self._waiting.append(event)
         elif isinstance(event, _Command):
@@ -249,12 +239,6 @@ class _Command(Enum):
     ABANDON = "unfinished tasks must fail"
 
 
-def _is_gradwire_frame(frame: FrameType) -> bool:
-    """Whether a frame only leads to the algorithm."""
-    module: str = frame.f_globals.get("__name__", "")
-    return module.startswith(("gradwire.comm.", "gradwire.hooks."))
-
-
 async def _refuse(_: Workspace) -> None:
     raise RuntimeError(TWO_THREADS)
 
@@ -264,8 +248,8 @@ def _with_traceback_as_text(error: Exception) -> Exception:
 
     Frames would hold the task's future, and the future holds the error: a cycle through C++, which nothing collects.
     """
-    start = error.__traceback__
-    while start is not None and start.tb_next is not None and _is_gradwire_frame(start.tb_frame):
+    start, packages = error.__traceback__, ("gradwire.comm.", "gradwire.hooks.")  # that only lead to the algorithm
+    while start and start.tb_next and start.tb_frame.f_globals.get("__name__", "").startswith(packages):
         start = start.tb_next
     lines = traceback.format_exception(error.with_traceback(start))
     error.add_note(f"In gradwire's worker thread:\n{''.join(lines)}")

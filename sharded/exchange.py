@@ -130,9 +130,9 @@ class ShardedExchange:
     def _compare_settings(self) -> None:
         """The handshake of all ranks, at the first exchange, after a load, and on new connections."""
         generations = {group: connections_of(group).generation for group in self.groups}
-        if generations == self._agreed and not self.is_loaded:
-            return
         again = generations == self._agreed
+        if again and not self.is_loaded:
+            return
         settings = {**self._settings, "checkpoint loaded since the last handshake": str(self.is_loaded)}
         for group in self.groups:
             compare_settings(group, settings, again)

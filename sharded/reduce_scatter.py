@@ -49,14 +49,16 @@ class QuantizedReduceScatter:
     sent in 16 bits, and the errors are kept.
 
     Args:
-        group: the parameter group, whose own reduce-scatter allocates the tensors.
+        group: the parameter group.
         options: wire formats and error memory.
         exchange: shared by all parameter groups of a model.
     """
 
     def __init__(self, group: ParameterGroup, options: ReduceScatterOptions, exchange: ShardedExchange) -> None:
         self.native = group.reduce_scatter
+        self.allocate = self.native.allocate  # FSDP2 calls it for the tensors of a reduce-scatter
         self._group, self._options, self._exchange = group, options, exchange
+        self.has_errors = options.use_error_feedback  # kept from step to step
         self._shards: dist.ProcessGroup | None = None  # the ranks of the latest call
         self._scale = 1.0  # of the latest call
         # By size and dtype of the flat tensor, and parameter names; without names: of any parameters.
@@ -65,30 +67,20 @@ class QuantizedReduceScatter:
         self._loaded: dict[str, Tensor] = {}  # errors of this rank's shard, which no step has used yet
         self.n_calls = 0
 
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate a tensor as the native reduce-scatter does."""
-        allocated: Tensor = self.native.allocate(size, dtype=dtype, device=device)
-        return allocated
-
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
-        """Write this rank's shard of the reduced ``input_tensor`` into ``output_tensor``.
+        """Write this rank's shard of the reduced ``input_tensor``, one shard after the other, into ``output_tensor``.
 
-        Args:
-            output_tensor: 1-D, a shard. Overwritten.
-            input_tensor: 1-D, the gradients of this rank, one shard after the other.
-            group: the ranks of a replica.
-            op: AVG, SUM or PREMUL_SUM.
-            async_op: ignored: the result is there, or follows on the current stream.
+        Both are 1-D. ``op`` is AVG, SUM or PREMUL_SUM. ``async_op`` is ignored: the result is there, or follows on the
+        current stream.
         """
         scale = _scale(op, group.size())
         self._exchange.begin()
         if self._group in self._exchange.awaited:  # reduced before in this backward
             self._exchange.wait()
         if scale is None or input_tensor.is_complex():
-            done: dist.Work | None = self.native(output_tensor, input_tensor, group, op, async_op)
-            return done
+            return self.native(output_tensor, input_tensor, group, op, async_op)  # type: ignore[no-any-return]
         name = f"reduce-scatter of {described(self._group)} in {self._options.wire}"
         if not self._exchange.attempt(group, name, lambda: self._reduce(output_tensor, input_tensor, group, scale)):
             output_tensor.fill_(torch.nan)  # PyTorch still averages it with the other replicas
@@ -158,11 +150,6 @@ class QuantizedReduceScatter:
             self._errors[name] = errors
 
     # Checkpoints. A checkpoint has what the mean gradients of earlier steps lack, in the shapes of the shards.
-
-    @property
-    def has_errors(self) -> bool:
-        """Whether errors are kept from step to step."""
-        return self._options.use_error_feedback
 
     @property
     def error_bytes(self) -> int:

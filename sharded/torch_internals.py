@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,9 +14,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from gradwire.comm.torch_internals import TESTED_TORCH
+from gradwire.comm.torch_internals import private_names
 from gradwire.hooks._names import plain_name
 
+_fsdp_names = partial(private_names, "gradwire.attach", "FSDP2", NotImplementedError)
 _GROUP_NAMES = (
     "fsdp_params",
     "mesh_info",
@@ -143,7 +145,7 @@ def parameter_groups(model: nn.Module) -> Iterator[ParameterGroup]:
     module_names = {module: plain_name(name) for name, module in model.named_modules()}
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            with _private_names():
+            with _fsdp_names():
                 state = module._get_fsdp_state()
                 _require(state, ("_is_root", "_state_ctx"))
                 _require(state._state_ctx, ("post_backward_final_callback_queued",))
@@ -167,14 +169,14 @@ def on_root_init(callback: Callable[[nn.Module], object]) -> Iterator[None]:
     Raises:
         NotImplementedError: this release of PyTorch lacks a private name.
     """
-    with _private_names():
+    with _fsdp_names():
         from torch.distributed.fsdp._fully_shard import _fsdp_state
 
         states: Any = _fsdp_state.FSDPState
         native = states._lazy_init
 
     def lazy_init(state: Any) -> None:
-        with _private_names():
+        with _fsdp_names():
             roots: tuple[nn.Module, ...] = state._modules if state._is_root is None else ()
         if len(roots) == 1:  # PyTorch raises for several
             callback(roots[0])
@@ -185,19 +187,6 @@ def on_root_init(callback: Callable[[nn.Module], object]) -> Iterator[None]:
         yield
     finally:
         states._lazy_init = native
-
-
-@contextmanager
-def _private_names() -> Iterator[None]:
-    """Raise NotImplementedError with the remedy if a private name is missing."""
-    try:
-        yield
-    except (AttributeError, ImportError) as error:
-        oldest, newest = TESTED_TORCH
-        raise NotImplementedError(
-            f"gradwire.attach uses private names of FSDP2, and torch {torch.__version__} lacks one: {error}. "
-            f"gradwire is tested with torch {oldest} to {newest}: install one of these, or a newer gradwire."
-        ) from error
 
 
 def _groups_of(state: Any) -> list[Any]:
