@@ -86,10 +86,10 @@ class Workspace:
             self._buffer.record_stream(torch.cuda.current_stream(self._device.index))
             if self._is_capturing() and not self._is_kept():
                 self._captured.append(self._buffer)
-        return [
-            self._buffer[start : start + numel * dtype.itemsize].view(dtype)
-            for start, (numel, dtype) in zip(starts, sizes, strict=True)
-        ]
+        wires = []
+        for start, (numel, dtype) in zip(starts, sizes, strict=True):
+            wires.append(self._buffer[start : start + numel * dtype.itemsize].view(dtype))
+        return wires
 
     def keep_buffer(self, plan: Plan) -> None:
         """Let a plan own the current buffer, which is not shrunk while the plan lives."""

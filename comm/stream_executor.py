@@ -55,20 +55,16 @@ class StreamExecutor(Executor):
 
     def submit(self, task: Task, plan: Plan | None = None) -> Future[Any]:
         """Queue a task; its future gets the result or the exception. ``plan``, for this `place`, records the task."""
-        future = Result(self, [self._device])
-        if self._error is not None:
-            future.set_exception(self._error)
-            return future
-        workspace = self.workspaces[self.place]
+        future, workspace = Result(self, [self._device]), self.workspaces[self.place]
+        begin, name, value, on_error = task
         future.recorded = plan
-        name, value, on_error = task[1:]
         if plan is not None:
             plan.name = f"{name}, replay"
 
-        def begin() -> None:
-            future.driver = Driver(task.begin(workspace), self.transport, name, value, on_error)
+        def prepare() -> None:
+            future.driver = Driver(begin(workspace), self.transport, name, value, on_error)
 
-        self._enqueue(future, self._enter(future), begin)
+        self._begin(future, prepare)
         return future
 
     def replay(
@@ -83,22 +79,23 @@ class StreamExecutor(Executor):
             takes_future: whether to return a future, which takes the host longer than a `Handle`.
         """
         flight = Result(self, [self._device]) if takes_future else Handle(self)
-        if self._error is not None:
-            flight.set_exception(self._error)
-            return flight
         flight.plan, flight.value_of_replay = plan, value
-        self._enqueue(flight, self._enter(flight), refresh)
+        self._begin(flight, refresh)
         return flight
 
-    def _enter(self, flight: Result | Handle) -> Result | Handle | None:
-        """Make a task the latest; returns the one before it. The end of the backward enqueues the rest."""
+    def _begin(self, flight: Result | Handle, prepare: Callable[[], None]) -> None:
+        """Make a task the latest, and enqueue its first part. The end of the backward enqueues the rest."""
+        if self._error is not None:
+            flight.plan = None
+            flight.set_exception(self._error)
+            return
         self._n_submitted += 1
         before, self._latest = self._latest, flight
         backward = current_backward()
         if backward not in (NO_BACKWARD, self._backward):
             self._backward = backward
             queue_callback(self.finish)
-        return before
+        self._enqueue(flight, before, prepare)
 
     def finish(self) -> None:  # noqa: D102
         latest, self._latest = self._latest, None
@@ -114,10 +111,10 @@ class StreamExecutor(Executor):
         self.finish()
 
     def _enqueue(
-        self, flight: Result | Handle | None, before: Result | Handle | None, begin: Callable[[], None] | None = None
+        self, flight: Result | Handle | None, before: Result | Handle | None, prepare: Callable[[], None] | None = None
     ) -> None:
-        """Enqueue the first part of a task, which ``begin`` prepares in the stream of the kernels, and then the rest of
-        the task before it. Afterwards, the caller's device and stream are current again.
+        """Enqueue the first part of a task, after ``prepare`` in the stream of the kernels, and then the rest of the
+        task before it. Afterwards, the caller's device and stream are current again.
         """
         device, current = torch.cuda._exchange_device(self.index), torch.cuda.current_stream(self.index)
         try:
@@ -125,10 +122,10 @@ class StreamExecutor(Executor):
                 flight.plan.begin.record(current)
                 flight.plan.begin.wait(self._kernels)
                 with profiler_range(flight.plan.name):
-                    self._replay_part(flight, begin)
+                    self._replay_part(flight, prepare)
             elif isinstance(flight, Result):
                 self._kernels.wait_stream(current)
-                self._advance(flight, begin)
+                self._advance(flight, prepare)
             while before is not None and before.plan is not None:
                 self._replay_part(before)
             while before is not None and before.driver is not None:
@@ -137,7 +134,7 @@ class StreamExecutor(Executor):
             torch.cuda.set_stream(current)  # `torch.cuda.stream` takes the host several times as long
             torch.cuda._maybe_exchange_device(device)
 
-    def _replay_part(self, flight: Result | Handle, begin: Callable[[], None] | None = None) -> None:
+    def _replay_part(self, flight: Result | Handle, prepare: Callable[[], None] | None = None) -> None:
         """Enqueue the launches of a part, and its collective; or the last part, and complete ``flight``."""
         plan = flight.plan
         assert plan is not None
@@ -145,8 +142,8 @@ class StreamExecutor(Executor):
             if self._error is not None:
                 raise self._error
             torch.cuda.set_stream(self._kernels)
-            if begin is not None:
-                begin()
+            if prepare is not None:
+                prepare()
             else:
                 plan.done.wait(self._kernels)
             calls, collective = plan.parts[flight.part]
@@ -168,7 +165,7 @@ class StreamExecutor(Executor):
             flight.set_exception(error)
 
     @torch.no_grad()
-    def _advance(self, flight: Result, begin: Callable[[], None] | None = None) -> None:
+    def _advance(self, flight: Result, prepare: Callable[[], None] | None = None) -> None:
         """Enqueue kernels up to the next collective, and the collective; or to the end, and complete the future."""
         try:
             if self._error is not None:
@@ -176,8 +173,8 @@ class StreamExecutor(Executor):
                     flight.driver.close()
                 raise self._error
             torch.cuda.set_stream(self._kernels)
-            if begin is not None:
-                begin()
+            if prepare is not None:
+                prepare()
             else:
                 flight.collective_done.wait(self._kernels)
             driver, plan = flight.driver, flight.recorded

@@ -467,8 +467,10 @@ def clear_frames(error: BaseException | None) -> None:
 
 def _check_pieces(name: str, tensor: Tensor, shape: Sequence[int | None]) -> None:
     """Raise ValueError unless the tensor is uint8, has ``shape``, of which None is any size, and contiguous pieces."""
-    fits = tensor.dim() == len(shape) and all(size in (None, n) for size, n in zip(shape, tensor.shape, strict=True))
-    if not fits or tensor.dtype != torch.uint8:
+    fits = tensor.dtype == torch.uint8 and tensor.dim() == len(shape)
+    for size, actual in zip(shape, tensor.shape, strict=False):
+        fits = fits and size in (None, actual)
+    if not fits:
         sizes = ", ".join("any" if size is None else str(size) for size in shape)
         raise ValueError(
             f"{name} is {tensor.dtype} of shape {list(tensor.shape)}; expected torch.uint8 of shape [{sizes}]. "

@@ -146,12 +146,16 @@ class ShardedExchange:
         """Wait for the other ranks at the end of a backward, and end the step."""
         self.wait()
         for group in self.groups:
-            if has_streams(self.device):
-                meet = connections_of(group).check_peers
-            else:
-                meet = partial(_barrier, group, self.device)
-            self.attempt(group, "end of the backward", meet)
+            self.attempt(group, "end of the backward", partial(self._meet_in, group))
         self._end_step()
+
+    def _meet_in(self, group: dist.ProcessGroup) -> None:
+        connections = connections_of(group)
+        if has_streams(self.device):
+            connections.check_peers()
+        else:
+            transport = connections.transport("end of a backward", self.device)
+            wait_for(transport.start_all_reduce(torch.zeros(1)), connections.check_peers)
 
     def _end_step(self) -> None:
         self._backward, self.averaged = NO_BACKWARD, []
@@ -178,9 +182,3 @@ class ShardedExchange:
             for functions in unapplied.values():
                 for function in functions:
                     function()
-
-
-def _barrier(group: dist.ProcessGroup, device: torch.device) -> None:
-    connections = connections_of(group)
-    transport = connections.transport("end of a backward", device)
-    wait_for(transport.start_all_reduce(torch.zeros(1)), connections.check_peers)

@@ -143,14 +143,11 @@ def parameter_groups(model: nn.Module) -> Iterator[ParameterGroup]:
         NotImplementedError: this release of PyTorch lacks a private name.
     """
     module_names = {module: plain_name(name) for name, module in model.named_modules()}
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            with _fsdp_names():
-                state = module._get_fsdp_state()
-                _require(state, ("_is_root", "_state_ctx"))
-                _require(state._state_ctx, ("post_backward_final_callback_queued",))
-                groups = [ParameterGroup(group, module_names) for group in _groups_of(state)]
-            yield from groups
+    with _fsdp_names():
+        for state in _states(model).values():
+            _require(state, ("_is_root", "_state_ctx"))
+            _require(state._state_ctx, ("post_backward_final_callback_queued",))
+            yield from [ParameterGroup(group, module_names) for group in _groups_of(state)]
 
 
 def gradient_dtype(parameter: Any) -> torch.dtype | None:
@@ -189,6 +186,11 @@ def on_root_init(callback: Callable[[nn.Module], object]) -> Iterator[None]:
         states._lazy_init = native
 
 
+def _states(model: nn.Module) -> dict[Any, Any]:
+    """FSDP2's states of the sharded modules in ``model``, by module."""
+    return {module: module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)}
+
+
 def _groups_of(state: Any) -> list[Any]:
     """The parameter groups of a module; up to PyTorch 2.11 there is at most one."""
     if hasattr(state, "_fsdp_param_groups"):
@@ -212,7 +214,7 @@ def _require_mesh(mesh_info: Any) -> None:
 
 def is_in_backward(model: nn.Module) -> bool:
     """Whether an error has ended a backward that FSDP2 still takes for running, and that `discard_step` cannot end."""
-    states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]
+    states = _states(model).values()
     is_queued = any(state._state_ctx.post_backward_final_callback_queued for state in states)
     can_reset = hasattr(FSDPModule, "reset_iter_state") and any(state._is_root for state in states)
     return is_queued and not can_reset
@@ -220,13 +222,11 @@ def is_in_backward(model: nn.Module) -> bool:
 
 def discard_step(model: nn.Module) -> None:
     """Let FSDP2 forget a step that an error has ended."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            state = module._get_fsdp_state()
-            for group in _groups_of(state):
-                group._partial_reduce_output = None
-            if state._is_root and hasattr(module, "reset_iter_state"):
-                module.reset_iter_state()
+    for module, state in _states(model).items():
+        for group in _groups_of(state):
+            group._partial_reduce_output = None
+        if state._is_root and hasattr(module, "reset_iter_state"):
+            module.reset_iter_state()
 
 
 def runs_optimizers(parameters: Iterable[Any]) -> bool:
