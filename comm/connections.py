@@ -137,6 +137,16 @@ class Connections:
             self._executors[device].close(EXIT_TIMEOUT_SECONDS)
         self._executors[device] = executor
 
+    def finish(self) -> None:
+        """Enqueue the rest of all tasks; see `Executor.finish`."""
+        for executor in self._executors.values():
+            executor.finish()
+
+    def start_step(self) -> None:
+        """Mark the start of a step whose first bucket no executor gets; see `Workspace.start_step`."""
+        for executor in self._executors.values():
+            executor.start_step()
+
     def transport(self, purpose: str, device: torch.device, check: Callable[[], None] | None = None) -> GroupTransport:
         """The transport of collectives outside the executors, one per purpose; on gloo each has a group of its own.
 
@@ -152,6 +162,17 @@ class Connections:
                 transport.close()
                 self.check()
         return self._transports[purpose]
+
+    def _duplicate_group(self, purpose: str, check: Callable[[], None] | None = None) -> dist.ProcessGroup:
+        if not self._is_connecting.acquire(blocking=False):
+            self.fail(TWO_THREADS)
+            raise RuntimeError(TWO_THREADS)
+        try:
+            key = f"{self.generation}/{purpose}"
+            self._keys.update(dict.fromkeys(keys_of_duplicate(key, self.group.rank()), 0))
+            return duplicate_group(self.group, self._store, key, check or self.check_peers)
+        finally:
+            self._is_connecting.release()
 
     def new_reducer(self, reducer: object) -> int:
         """A number for a reducer on the process group, equal on all ranks, which create their reducers in one order.
@@ -201,32 +222,6 @@ class Connections:
         key = f"{self.generation}/{reducer}/{place}"
         return self._requests.ask(lambda store: text_at(store, key))
 
-    def finish(self) -> None:
-        """Enqueue the rest of all tasks; see `Executor.finish`."""
-        for executor in self._executors.values():
-            executor.finish()
-
-    def start_step(self) -> None:
-        """Mark the start of a step whose first bucket no executor gets; see `Workspace.start_step`."""
-        for executor in self._executors.values():
-            executor.start_step()
-
-    def _duplicate_group(self, purpose: str, check: Callable[[], None] | None = None) -> dist.ProcessGroup:
-        if not self._is_connecting.acquire(blocking=False):
-            self.fail(TWO_THREADS)
-            raise RuntimeError(TWO_THREADS)
-        try:
-            key = f"{self.generation}/{purpose}"
-            self._keys.update(dict.fromkeys(keys_of_duplicate(key, self.group.rank()), 0))
-            return duplicate_group(self.group, self._store, key, check or self.check_peers)
-        finally:
-            self._is_connecting.release()
-
-    def check_peers(self) -> None:
-        """Raise RuntimeError if another rank has left."""
-        if (reason := self.failure_elsewhere()) is not None:
-            raise RuntimeError(f"{reason}\n{ADVICE}")
-
     def failure_elsewhere(self, wait: bool = False) -> str | None:
         """Why another rank has left; None if none has. With ``wait``, its notice has a moment to arrive."""
         key = f"{self.generation}/{NOTICE}"
@@ -238,6 +233,11 @@ class Connections:
             return text_at(store, key)
 
         return self._requests.ask(look)
+
+    def check_peers(self) -> None:
+        """Raise RuntimeError if another rank has left."""
+        if (reason := self.failure_elsewhere()) is not None:
+            raise RuntimeError(f"{reason}\n{ADVICE}")
 
     def fail(self, reason: str) -> None:
         """Leave, abandoning everything in flight: every exchange raises from now on, soon also on the other ranks.
