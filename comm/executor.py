@@ -27,10 +27,6 @@ from gradwire.comm.transport import Algorithm, Transport
 ALIGN_BYTES = 64  # every allocator aligns the start of a buffer at least as much
 MAX_TASKS_IN_FLIGHT = 2  # one waits at its first collective while the next is computed; gloo works on as many
 EXIT_TIMEOUT_SECONDS = 2.0  # how long tasks in flight may delay the interpreter's exit
-CLOSED = (
-    "The executor is closed: an exchange failed on its process group, or the group was destroyed. Call resynchronize() "
-    "on every rank, or initialize a new group."
-)
 TWO_THREADS = (
     "Two threads exchange gradients on one process group at the same time. Their collectives could be in a different "
     "order on each rank. Train in one thread, or give each model a process group of its own: dist.new_group()."

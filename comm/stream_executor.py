@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from gradwire.comm.executor import CLOSED, MAX_TASKS_IN_FLIGHT, Executor, Task, Workspace
+from gradwire.comm.executor import MAX_TASKS_IN_FLIGHT, Executor, Task, Workspace
 from gradwire.comm.plan import Plan
 from gradwire.comm.torch_internals import (
     NO_BACKWARD,
@@ -17,7 +17,7 @@ from gradwire.comm.torch_internals import (
     profiler_range,
     queue_callback,
 )
-from gradwire.comm.transport import Driver, GroupTransport
+from gradwire.comm.transport import CLOSED, Driver, GroupTransport
 
 HIGH_PRIORITY = -1  # the few kernels of a hook must not queue after those of the backward
 
@@ -107,7 +107,7 @@ class StreamExecutor(Executor):
         self.abandon()
 
     def abandon(self) -> None:  # noqa: D102
-        self._error = self._error or RuntimeError(CLOSED)
+        self._error = self._error or RuntimeError(CLOSED.format("The executor"))
         self.finish()
 
     def _enqueue(

@@ -29,6 +29,10 @@ MAX_PIECES = 16
 MAX_CELL_BYTES = 1 << 16  # at 1 Gb/s, gloo's announcements take longer than the data of cells below half of this
 # An announcement takes a round trip, in which a link of 200 Mb/s sends as many bytes.
 CELL_BYTES_PER_SECOND = 25e6
+CLOSED = (
+    "{} is closed: an exchange failed on its process group, or the group was destroyed. Call resynchronize() on every "
+    "rank, or initialize a new group."
+)
 FORGOTTEN_AWAIT = (
     "{task}: {n} collectives of the transport were created but not awaited, so they never ran. Write `await` before "
     "each of them: await step.transport.all_reduce(tensor)."
@@ -335,10 +339,7 @@ class GroupTransport(Transport):
     def group(self) -> dist.ProcessGroup:
         """The process group; raises RuntimeError if the transport is closed."""
         if self._group is None:
-            raise RuntimeError(
-                "This transport is closed: an exchange failed on its process group, or the group was destroyed. Call "
-                "resynchronize() on every rank, or initialize a new group."
-            )
+            raise RuntimeError(CLOSED.format("This transport"))
         return self._group
 
     def pieces(self, nbytes: int) -> int:

@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future, collect_all
 
-from gradwire.comm.executor import CLOSED, MAX_TASKS_IN_FLIGHT, TWO_THREADS, Executor, Task, Workspace
+from gradwire.comm.executor import MAX_TASKS_IN_FLIGHT, TWO_THREADS, Executor, Task, Workspace
 from gradwire.comm.groups import DESTROY_SECONDS, destroy
 from gradwire.comm.store_collectives import POLL_SECONDS
-from gradwire.comm.transport import Driver, GroupTransport
+from gradwire.comm.transport import CLOSED, Driver, GroupTransport
 
 _future_of = methodcaller("get_future")
 
@@ -69,7 +69,7 @@ class WorkerExecutor(Executor):
 
     def submit(self, task: Task) -> Future[Any]:  # noqa: D102
         if self._is_closed:
-            raise RuntimeError(CLOSED)
+            raise RuntimeError(CLOSED.format("The executor"))
         latest = self._latest() if self._latest is not None else None
         if latest is not None and latest.thread != threading.get_ident() and not latest.future.done():
             task = task._replace(begin=_refuse)  # fails on all ranks

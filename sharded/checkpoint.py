@@ -52,10 +52,12 @@ def load(
     reduce_scatters: Sequence[QuantizedReduceScatter],
 ) -> None:
     """Continue from the result of `save`; raises ValueError, before anything is modified, if it does not fit."""
-    within = _local_shards(saved, WITHIN) if reduce_scatters else {}
-    for name, parameter in _trainable(groups) if reduce_scatters else ():
-        check_tensor(f"within[{name!r}]", within.get(name), (torch.float32,), tuple(parameter.sharded_size))
-        check_elements(f"within[{name!r}]", within[name], within[name].isfinite(), "a finite number")
+    within: dict[str, Any] = {}
+    if reduce_scatters:
+        within = _local_shards(saved, WITHIN)
+        for name, parameter in _trainable(groups):
+            check_tensor(f"within[{name!r}]", within.get(name), (torch.float32,), tuple(parameter.sharded_size))
+            check_elements(f"within[{name!r}]", within[name], within[name].isfinite(), "a finite number")
     if isinstance(state, HookState):
         loaded: dict[str, Any] = {entry: {} for entry in state.memory.declared} | state._counts
         compressed = set(state.names.compressible().values())  # others have zeros in a checkpoint
