@@ -14,7 +14,6 @@ from gradwire.comm.transport import (
     LocalTransport,
     Transport,
     run_algorithm,
-    wait_for,
 )
 
 __all__ = [
@@ -32,5 +31,4 @@ __all__ = [
     "connections_of",
     "executor_for",
     "run_algorithm",
-    "wait_for",
 ]
