@@ -20,7 +20,8 @@ TESTED_TORCH = ("2.11", "2.15")  # the oldest and the newest release of docs/com
 
 @contextmanager
 def private_names(
-    user: str = "gradwire", owner: str = "PyTorch", error_type: type[Exception] = ImportError
+    problem: str = "gradwire uses private names of PyTorch, and torch {} lacks one: {}.",
+    error_type: type[Exception] = ImportError,
 ) -> Iterator[None]:
     """Raise an error with the release of PyTorch and the remedy if the body lacks a private name."""
     try:
@@ -28,8 +29,8 @@ def private_names(
     except (ImportError, AttributeError) as error:
         oldest, newest = TESTED_TORCH
         raise error_type(
-            f"{user} uses private names of {owner}, and torch {torch.__version__} lacks one: {error}. gradwire is "
-            f"tested with torch {oldest} to {newest}: install one of these, or a newer gradwire."
+            f"{problem.format(torch.__version__, error)} gradwire is tested with torch {oldest} to {newest}: install "
+            "one of these, or a newer gradwire."
         ) from error
 
 

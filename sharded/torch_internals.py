@@ -17,7 +17,8 @@ from torch.distributed.fsdp import FSDPModule
 from gradwire.comm.torch_internals import private_names
 from gradwire.hooks._names import plain_name
 
-_fsdp_names = partial(private_names, "gradwire.attach", "FSDP2", NotImplementedError)
+LACKS_NAME = "gradwire.attach uses private names of FSDP2, and torch {} lacks one: {}."
+_fsdp_names = partial(private_names, LACKS_NAME, NotImplementedError)
 _GROUP_NAMES = (
     "fsdp_params",
     "mesh_info",
