@@ -1,9 +1,16 @@
 """`join`: training on unequal numbers of inputs. See features.py for the oracle."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from gradwire.comm import LocalTransport, Workspace, run_algorithm
+from gradwire.compress import Step
+from gradwire.reducer import reducer
+from gradwire.reducer.bucket import BucketSpec, DenseBucket
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
 from tests.support.features import UNDER_HOOKS, assert_parity, over, views, wrap, zero_grad
 from tests.support.ranks import from_all_ranks, on_ranks
@@ -90,3 +97,23 @@ def test_law4_join_with_early_termination_error_matches_pytorch(lengths):
     assert (f"Rank {rank} exhausted all inputs" if is_first else "Detected at least one rank that exhausted") in error[
         1
     ]
+
+
+@views
+def test_default_reduction_outside_cpus_divides_by_bucket_divisor(monkeypatch, view):
+    submitted = []
+    monkeypatch.setattr(reducer, "reduce_bucket", lambda *arguments, **_: submitted.append(arguments[2]))
+    local = [torch.randn(shape, generator=torch.Generator().manual_seed(0)) for shape in ((5, 7), (11,), ())]
+    parameters = [nn.Parameter(torch.zeros_like(each)) for each in local]
+    for parameter, gradient in zip(parameters, local, strict=True):
+        parameter.grad = gradient.clone()
+    names = [str(i) for i in range(len(parameters))]
+    spec = BucketSpec(index=0, is_last=True, members=[0, 1, 2], parameters=parameters, names=names)
+    bucket, transport = DenseBucket(spec, as_view=view), LocalTransport()
+    bucket.divisor = 5
+    bucket.collect(zero_copy=True)
+    reducer.default_reduction(SimpleNamespace(connections=None, has_streams=True), bucket)
+    (algorithm,), workspace = submitted, Workspace(torch.device("cpu"))
+    run_algorithm(algorithm(Step(*bucket.work()[:2], None, 0, transport, workspace)), transport)
+    bucket.finish(bucket.work().result, 1, {})
+    assert_same_bits([each.grad for each in parameters], [each * torch.tensor(1 / 5) for each in local])
