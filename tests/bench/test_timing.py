@@ -66,7 +66,7 @@ def checkout(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("edited", "mark"),
     [
-        ("", ""),
+        (None, ""),
         ("bench/record.py", "-dirty"),
         ("bench/new_case.py", "-dirty"),
         ("hooks/noop.py", "-dirty"),
@@ -77,18 +77,16 @@ def checkout(tmp_path, monkeypatch):
         ("docs/page.md", ""),
         ("README.md", ""),
         ("notes.txt", ""),
+        ("deleted", "-dirty"),
     ],
 )
 def test_commit_of_a_result_tells_edits_and_new_files_of_code(checkout, edited, mark):
-    if edited:
+    if edited == "deleted":
+        (checkout / "hooks" / "noop.py").unlink()
+    elif edited:
         (checkout / edited).write_text("edited")
     commit = provenance(torch.device("cpu"), "gloo", 1)["commit"]
     assert re.fullmatch(rf"[0-9a-f]{{40}}{mark}", commit)
-
-
-def test_commit_of_a_result_tells_deleted_code(checkout):
-    (checkout / "hooks" / "noop.py").unlink()
-    assert provenance(torch.device("cpu"), "gloo", 1)["commit"].endswith("-dirty")
 
 
 def made_up(**numbers):

@@ -7,14 +7,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
-import gradwire
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
+from tests.support.training import WRAPPERS
 
 WORLD_SIZE, BATCH_SIZE = 2, 4
 STEPS_PER_EPOCH, EPOCHS = 6, 2
 LEARNING_RATE = 0.1
-WRAPPERS = {"pytorch": nn.parallel.DistributedDataParallel, "gradwire": gradwire.DistributedDataParallel}
 
 # Each makes (state, hook) anew; compressing from the third step on.
 HOOKS = {

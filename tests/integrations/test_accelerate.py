@@ -12,6 +12,7 @@ from gradwire import integrations
 from gradwire.integrations._attach import find_ddp
 from gradwire.integrations.accelerate import attach, prepare_model
 from tests.integrations import regression_task as task
+from tests.support.training import message_of
 
 
 class Run:
@@ -65,23 +66,15 @@ def test_accelerate_run_equals_plain_run_and_resumes_like_it(run_on_two_ranks, t
         task.assert_equals_plain_run_and_resumes(hook, *runs)
 
 
-def error_of(action, *arguments):
-    try:
-        action(*arguments)
-    except ValueError as error:
-        return str(error)
-    return None
-
-
 def wrap_twice():
     task.launched_by_torchrun()
     accelerator = Accelerator(cpu=True)
     wrapped = nn.parallel.DistributedDataParallel(task.new_net())
-    with_gradwires = error_of(prepare_model, accelerator, wrapped)
+    with_gradwires = message_of(prepare_model, accelerator, wrapped)
     twice = accelerator.prepare(wrapped)
     return isinstance(twice.module, nn.parallel.DistributedDataParallel), [
         with_gradwires,
-        error_of(attach, accelerator, twice, *task.HOOKS["powersgd"]()),
+        message_of(attach, accelerator, twice, *task.HOOKS["powersgd"]()),
     ]
 
 

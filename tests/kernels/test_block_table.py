@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire.kernels import HEADER_BYTES, WIRE_FORMATS, BlockTable, MessageLayout
-from gradwire.kernels import block_table as block_table_module
-from tests.kernels.cases import PROPERTY, layouts
+from tests.kernels.cases import PROPERTY
 
 
 def empties(shapes, dtype=torch.float32):
@@ -63,21 +62,6 @@ def test_packed_table_has_first_blocks_and_keys():
 def test_wrong_block_size_raises(block_size):
     with pytest.raises(ValueError, match="power of two from 32 to 1024"):
         table((5,), block_size=block_size)
-
-
-@PROPERTY
-@given(items=st.lists(layouts(), min_size=1, max_size=12), room=st.sampled_from((32, 64, 1024)))
-def test_runs_cover_all_blocks_once_in_order(items, room):
-    tensors = [torch.empty(item.numel).as_strided(item.shape, item.strides) for item in items]
-    blocks = BlockTable(tensors, 32, [0] * len(items))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(block_table_module, "RUN_NUMEL", room)
-        runs = blocks.runs
-    assert [block for run in runs for block in range(run.start, run.stop)] == list(range(blocks.n_blocks))
-    begins = [not run.is_slice or run.start == blocks.first_blocks[run.first] for run in runs]
-    tensors_seen = [i for run, b in zip(runs, begins, strict=True) if b for i in range(run.first, run.last)]
-    assert tensors_seen == list(range(len(items)))
-    assert all((run.stop - run.start) * 32 <= room for run in runs)
 
 
 GROUPS = st.lists(

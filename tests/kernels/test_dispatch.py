@@ -1,3 +1,5 @@
+"""Which code runs: Triton or PyTorch, by device and GRADWIRE_KERNELS; TF32 by GPU; and imports without Triton."""
+
 import subprocess
 import sys
 from types import SimpleNamespace

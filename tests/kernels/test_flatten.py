@@ -1,10 +1,11 @@
+"""`flatten`: the wire has the bits of the reference and of the oracle; counters of special elements."""
+
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gradwire.kernels import SegmentTable, flatten_reference, segment_table
-from gradwire.kernels.segment_table import CPU_BLOCK_NUMEL
 from tests.kernels.calls import flatten
 from tests.kernels.cases import (
     LIMITS,
@@ -169,24 +170,6 @@ def test_any_block_size_gives_same_bits(source, wire, device, case, block, scale
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(segment_table, "CPU_BLOCK_NUMEL", block)
         check(case, source, wire, device, scale=scale, limit=limit, counted=counted)
-
-
-@on_the_cpu_path
-@pytest.mark.parametrize("special, counter", [(NAN, 0), (INF, 0), (7e4, 1)])
-@pytest.mark.parametrize("block", ["first piece", "last piece", "whole tensors"])
-def test_flatten_counts_one_special_element_in_its_block_alone(special, counter, block, device):
-    generator = torch.Generator().manual_seed(3)
-    tensors = [torch.randn(n, generator=generator).to(device) for n in (2 * CPU_BLOCK_NUMEL + 7, 100, 50)]
-    where = {"first piece": (0, 5), "last piece": (0, 2 * CPU_BLOCK_NUMEL + 3), "whole tensors": (2, 49)}
-    tensor, at = where[block]
-    tensors[tensor][at] = special
-    expected = torch.cat(tensors).clamp(-FP16_MAX, FP16_MAX).half()
-    expected[sum(t.numel() for t in tensors[:tensor]) + at] = min(special, FP16_MAX) if special == 7e4 else special
-    out = torch.full_like(expected, NAN)
-    counters = torch.zeros(2, dtype=torch.int64, device=device)
-    flatten(tensors, out, counters=counters)
-    assert_same_bits(out, expected, block)
-    assert counters.tolist() == [int(counter == 0), int(counter == 1)]
 
 
 def test_table_serves_other_tensors_of_its_layout(device):

@@ -7,7 +7,7 @@ with another implementation's: what is tested is that rows are orthonormal or ze
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire.kernels import FactorLayout, orthogonalize_reference, orthogonalize_triton
@@ -231,33 +231,6 @@ def test_span_of_large_factors_is_kept(wire, device, large):
 def test_large_factors_become_orthonormal_with_any_tile_limit(max_tiles, device, large, monkeypatch):
     monkeypatch.setattr(orthogonalize_triton, "MAX_TILES", max_tiles)
     well_conditioned(torch.float32, torch.float32, device, large, (100.0,))
-
-
-@settings(deadline=None, derandomize=True, database=None)
-@given(
-    lengths=st.lists(st.integers(1, 3000), min_size=1, max_size=5),
-    block=st.sampled_from((16, 64)),
-    max_tiles=st.integers(1, 9),
-)
-def test_tiles_cover_large_factors_in_whole_blocks(lengths, block, max_tiles):
-    layout = FactorLayout([1] * len(lengths), lengths)
-    large = list(range(0, len(lengths), 2))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(orthogonalize_triton, "TILE_LENGTH", 128)
-        patch.setattr(orthogonalize_triton, "MAX_TILES", max_tiles)
-        tiles = orthogonalize_triton.tile_programs(layout, large, block)
-    by_member = {member: [tile for tile in tiles if tile[3] == member] for member in range(len(large))}
-    members = []
-    for member, mine in by_member.items():
-        members.append((large[member], sum(n_tiles for _, _, n_tiles in members), len(mine)))
-        assert [tile[0] for tile in mine] == [large[member]] * len(mine)
-        assert len(mine) <= max_tiles
-        ends = [0, *(end for _, _, end, _ in mine)]
-        assert [begin for _, begin, _, _ in mine] == ends[:-1]
-        assert ends[-1] == lengths[large[member]]
-        assert all((end - begin) % block == 0 for _, begin, end, _ in mine[:-1])
-        assert len(mine) == 1 or mine[0][2] >= 128
-    assert orthogonalize_triton.factor_programs(tiles) == members
 
 
 @pytest.mark.parametrize("kind", KINDS)

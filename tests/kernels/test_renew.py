@@ -121,32 +121,13 @@ def test_renew_with_cleared_flag_keeps_next_factor(following, device):
     renewal.check(2)
 
 
-ZEROS = [torch.zeros(2, 9), torch.zeros(1, 40), torch.zeros(3, 3)]
-LAYOUT = FactorLayout([2, 1, 3], [9, 40, 3])
-
-
-def drawn(keys, step, dtype, device, layout=LAYOUT):
-    following = Guarded.poisoned(layout.numel, dtype, offset=1, device=device)
-    draw(renew, layout, keys, at(step, device), following.window)
-    assert_gaps_untouched(following, layout, "the factors")
-    return layout.views(following.window)
-
-
 @pytest.mark.parametrize("dtype", FOLLOWING, ids=name)
 def test_draw_matches_renew_of_zero_factors(dtype, device):
-    renewal = Renewal(ZEROS, dtype, dtype, device, keys=[7, -7, 2**60], step=3)
-    for i, found in enumerate(drawn([7, -7, 2**60], 3, dtype, device)):
+    zeros, keys = [torch.zeros(2, 9), torch.zeros(1, 40), torch.zeros(3, 3)], [7, -7, 2**60]
+    renewal = Renewal(zeros, dtype, dtype, device, keys=keys, step=3)
+    drawn = Guarded.poisoned(renewal.factor.numel, dtype, offset=1, device=device)
+    draw(renew, renewal.factor, keys, at(3, device), drawn.window)
+    assert_gaps_untouched(drawn, renewal.factor, "the factors")
+    for i, found in enumerate(renewal.factor.views(drawn.window)):
         renewal.check(i, 3)
         assert_same_bits(found, renewal.after[i], f"factor {i}")
-
-
-def test_draw_depends_on_key_and_step_alone(device):
-    keys = [7, 8, 9]
-    first = drawn(keys, 3, torch.float32, device)
-    for i, found in enumerate(drawn(keys, 3, torch.float32, device)):
-        assert_same_bits(found, first[i], "drawn again")
-    for other_keys, step in (([17, 18, 19], 3), (keys, 4)):
-        for i, found in enumerate(drawn(other_keys, step, torch.float32, device)):
-            assert not (found == first[i]).any(), "another key or step draws other numbers"
-    (alone,) = drawn([8], 3, torch.float32, device, FactorLayout([1], [40]))
-    assert_same_bits(alone, first[1], "without its neighbors")

@@ -1,3 +1,5 @@
+"""Segment tables: chunks, blocks of the CPU path, memory order, and the tensors that a table refuses."""
+
 import gc
 import weakref
 from itertools import product
@@ -7,15 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.kernels import SegmentTable, memory_order, segment_table, uploads
+from gradwire.kernels import SegmentTable, memory_order
 from gradwire.kernels.layouts import is_dense
 from gradwire.kernels.segment_table import CHUNK_NUMEL
 from tests.kernels.cases import PROPERTY, SOURCES, Layout, cases, name
 from tests.kernels.exact import as_float64
-
-
-def tensors_of(*sizes, device="cpu", dtype=torch.float32):
-    return [torch.zeros(size, dtype=dtype, device=device) for size in sizes]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64], ids=name)
@@ -33,42 +31,6 @@ def test_packed_table_cuts_every_segment_into_chunks(device, dtype, case):
     assert offsets.tolist() == table.offsets
     expected = [(i, start) for i, length in enumerate(table.lengths) for start in range(0, length, CHUNK_NUMEL)]
     assert list(zip(chunk_segment.tolist(), chunk_start.tolist(), strict=True)) == expected
-
-
-@PROPERTY
-@given(case=cases(), block=st.sampled_from((2, 64, 1000)))
-def test_runs_cover_the_wire_once_in_order(case, block):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(segment_table, "CPU_BLOCK_NUMEL", block)
-        table = SegmentTable(case.views(case.sources(torch.float32, "cpu")))
-        end = 0
-        for piece in table.runs:
-            assert piece.start == end
-            assert piece.stop - piece.start <= block
-            is_whole = table.offsets[piece.first] == piece.start
-            assert is_whole or piece.last == piece.first + 1
-            end = piece.stop
-        assert end == table.numel
-
-
-def test_addresses_are_uploaded_again_only_after_a_change(device, monkeypatch):
-    sizes = []
-    pinned = uploads.pinned
-    monkeypatch.setattr(uploads, "pinned", lambda numbers, to: sizes.append(len(numbers)) or pinned(numbers, to))
-    first, second = tensors_of(5000, 3, device=device), tensors_of(5000, 3, device=device)
-    table = SegmentTable(first)
-
-    storage = table.packed(first).data_ptr()
-    assert sizes == [2 + 2 + 2 + 3 + 3]  # pointers, lengths, offsets, and two numbers for each of three chunks
-
-    table.packed(first)
-    assert len(sizes) == 1
-
-    packed = table.packed(second)
-    assert sizes[1:] == [2]
-    assert packed.data_ptr() == storage
-    assert packed[:2].tolist() == [tensor.data_ptr() for tensor in second]
-    assert packed[2:4].tolist() == [5000, 3]
 
 
 @given(

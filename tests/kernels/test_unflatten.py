@@ -1,11 +1,12 @@
+"""`unflatten`: the gradients have the bits of the reference and of the oracle; their largest magnitude."""
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire.kernels import SegmentTable, segment_table, unflatten_reference
-from gradwire.kernels.segment_table import CPU_BLOCK_NUMEL
-from tests.kernels.calls import flatten, unflatten
+from tests.kernels.calls import unflatten
 from tests.kernels.cases import (
     PROPERTY,
     SCALE_SHAPES,
@@ -93,29 +94,6 @@ def test_fp64_is_rounded_to_fp32_on_the_way_to_16_bits(target, device):
         assert_same_bits(gradient, wire.float().to(target), "the gradient")
 
 
-def test_absmax_accumulates_over_calls(device):
-    absmax = torch.zeros(1, device=device)
-    for value, expected in ((-2.0, 2.0), (1.0, 2.0), (3.0, 3.0), (NAN, NAN), (INF, NAN)):
-        unflatten(torch.tensor([value], device=device), [torch.empty((), device=device)], absmax=absmax)
-        assert_same_bits(absmax.cpu(), torch.tensor([expected]), f"after {value}")
-
-
-@pytest.mark.parametrize("wire", WIRES, ids=name)
-@pytest.mark.parametrize("dtype", SOURCES, ids=name)
-@PROPERTY
-@given(case=cases())
-def test_round_trip_through_wide_wire_is_lossless(dtype, wire, device, case):
-    widest = torch.promote_types(dtype.to_real(), wire)
-    wire = widest if widest in WIRES else torch.float32
-    sources = case.sources(dtype, device)
-    out = torch.full((case.numel(dtype),), NAN, dtype=wire, device=device)
-    flatten(case.views(sources), out)
-    targets = case.targets(dtype, device)
-    unflatten(out, case.views(targets))
-    for i, (target, source) in enumerate(zip(targets, sources, strict=True)):
-        assert_same_bits(target.window, source.window, f"gradient {i}")
-
-
 @on_the_cpu_path
 @pytest.mark.parametrize("wire, target", [(torch.float16, torch.bfloat16), (torch.bfloat16, torch.complex64)], ids=name)
 @PROPERTY
@@ -124,18 +102,3 @@ def test_any_block_size_gives_same_bits(wire, target, device, case, block, scale
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(segment_table, "CPU_BLOCK_NUMEL", block)
         check(case, wire, target, device, scale=scale, absmax=absmax)
-
-
-@on_the_cpu_path
-@pytest.mark.parametrize("special", [NAN, -INF, -1e5])
-@pytest.mark.parametrize(
-    "at", [5, 2 * CPU_BLOCK_NUMEL + 3, 2 * CPU_BLOCK_NUMEL + 155], ids=["first piece", "last piece", "whole tensors"]
-)
-def test_absmax_is_found_in_any_block(special, at, device):
-    wire = torch.ones(2 * CPU_BLOCK_NUMEL + 157, device=device)
-    wire[at] = special
-    tensors = [torch.full((n,), NAN, device=device) for n in (2 * CPU_BLOCK_NUMEL + 7, 100, 50)]
-    absmax = torch.zeros(1, device=device)
-    unflatten(wire, tensors, absmax=absmax)
-    assert_same_bits(absmax.cpu(), torch.tensor([special]).abs(), "the maximum")
-    assert_same_bits(torch.cat(tensors), wire, "the gradients")

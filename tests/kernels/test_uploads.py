@@ -64,10 +64,13 @@ def test_captured_layout_keeps_its_source_as_long_as_the_table(sources, device, 
 
 
 @of_both_tables
-def test_device_table_keeps_its_address_when_pointers_change(make, device):
+def test_changed_pointers_alone_are_uploaded_again_to_the_same_address(make, sources, device):
     first, second = tensors_of((4, 5), (2, 3), device=device), tensors_of((4, 5), (2, 3), device=device)
     _, upload = make(first)
-    address = upload(first).data_ptr()
+    address, n_uploads = upload(first).data_ptr(), len(sources)
+    upload(first)
+    assert len(sources) == n_uploads
     moved = upload(second)
+    assert len(sources) == n_uploads + 1
     assert moved.data_ptr() == address, "a captured graph would read freed memory"
     assert moved[:2].tolist() == [tensor.data_ptr() for tensor in second]

@@ -1,3 +1,5 @@
+"""Jobs that `gradwire advise` measures: how they are named and loaded, and which are refused."""
+
 import sys
 from unittest import mock
 
@@ -68,24 +70,14 @@ def test_job_may_have_an_optimizer(folder):
         ("broken_training:job", "cannot be imported: No module named 'no_such_package'"),
         ("my_training:absent", "has no function 'absent'"),
         ("my_training:number", "has no function 'number'"),
+        ("my_training:breaks", "raised RuntimeError: no data"),
+        ("my_training:returns_a_model", "returned Linear; expected"),
+        ("my_training:with_a_number", "returned Linear, function, int; expected"),
     ],
 )
-def test_unknown_job_is_refused(folder, name, message):
+def test_unknown_job_or_function_that_is_no_job_is_refused(folder, name, message):
     with pytest.raises(JobError, match=message):
-        load(name)
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("breaks", "raised RuntimeError: no data"),
-        ("returns_a_model", "returned Linear; expected"),
-        ("with_a_number", "returned Linear, function, int; expected"),
-    ],
-)
-def test_function_that_is_no_job_is_refused(folder, name, message):
-    with pytest.raises(JobError, match=message):
-        load(f"my_training:{name}")(CPU)
+        load(name)(CPU)
 
 
 def frozen():

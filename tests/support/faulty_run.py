@@ -79,6 +79,14 @@ def started(size, folder, *, hosts=None, **options):
         yield ranks
 
 
+def check_end(ranks, hook, codes):
+    """The ranks end with these exit codes, those with 1 for a RuntimeError; and `check_applied_steps`."""
+    found = [rank.end() for rank in ranks]
+    assert found == codes, [rank.errors() for rank in ranks]
+    assert all("RuntimeError" in rank.errors() for rank, code in zip(ranks, codes, strict=True) if code == 1)
+    check_applied_steps(ranks, hook)
+
+
 def check_applied_steps(ranks, hook):
     """Steps that several ranks have applied had the same gradients, led to the same parameters, and were exact means.
 

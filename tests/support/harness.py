@@ -8,7 +8,7 @@ ended, whatever became of the others.
 import os
 import pickle
 import socket
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from gradwire.testing._world import CASE_LIMIT, ENVIRONMENT, EXITED, START_LIMIT
 from tests.support import gpu_worker, worker
 from tests.support.gpu_worker import SHARED_GPU
 
-__all__ = ["ENVIRONMENT", "CaseFailed", "Outcome", "World", "reserved_port"]
+__all__ = ["ENVIRONMENT", "CaseFailed", "Outcome", "World", "open_sockets", "reserved_port"]
 
 # The fork server imports the last by its bare name; ranks find this repository's `tests` by what it has done.
 _world.PRELOAD += ["pytest", "fork_server"]
@@ -67,6 +67,15 @@ class World(_world.World):
             _world.abort([member for member, answer in zip(members, answers, strict=True) if answer is None])
             _world.dismiss(members)
             return [_outcome(*pair) for pair in zip(members, answers, strict=True)]
+
+
+def open_sockets():
+    """Number of sockets of this process."""
+    found = 0
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            found += str(descriptor.readlink()).startswith("socket:")
+    return found
 
 
 @contextmanager

@@ -1,14 +1,18 @@
 """The hook states, for tests that hold for each of them, and a few steps of training with one."""
 
+import io
+
 import torch
 import torch.distributed as dist
 
 from gradwire.hooks.hook_state import HookState
 from gradwire.hooks.powerSGD_hook import batched_powerSGD_hook
 from gradwire.testing._laws import errors_of
-from tests.support.training import HOOKS, SMALL, WRAPPERS, build, register
+from tests.support.training import HOOKS, SMALL, WRAPPERS, build, gradients, register
 
 START = 2  # the first compressed step of every state with error feedback
+EARLY = {"start_powerSGD_iter": START, "min_compression_rate": 1}  # options of PowerSGDState
+U = {torch.float32: 2.0**-24, torch.float64: 2.0**-53}  # half an ulp
 
 
 # Hooks with error memory; a wrapper's state is that of its hook.
@@ -25,6 +29,14 @@ def make(kind, module, group=None):
     if kind == "batched_powersgd":
         return HOOKS["powersgd"](group)[0], batched_powerSGD_hook
     return HOOKS[kind](group)
+
+
+def save_and_load(value, **options):
+    """A checkpoint, written by `torch.save` and read by `torch.load` with these options."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, **options)
 
 
 class Ledger:
@@ -46,6 +58,13 @@ class Ledger:
             reduced = torch.zeros_like(lost) if applied[name] is None else applied[name].double()
             lost += sums[0] / dist.get_world_size(self._group) - reduced
             self.size[name] += sums[1] + reduced.abs()
+
+    def step(self, ddp, local, batch):
+        """A step of a wrapped model, and of a local one with the same parameters; then count it."""
+        for model in (ddp, local):
+            model.zero_grad()
+            model(*batch).backward()
+        self.add(gradients(local), gradients(ddp))
 
     def close(self, state, precision=2.0**-24):
         """Count the errors of a state; returns the names of the parameters of which more is lost than by rounding."""

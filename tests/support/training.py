@@ -1,5 +1,6 @@
 """A few training steps in either DDP, and the list of hooks that every law is tested with."""
 
+import logging
 import sys
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -152,6 +153,31 @@ def failing_hook(ddp, index):
 
     with mock.patch.object(ddp.reducer, "_run_comm_hook", failing):
         yield
+
+
+class Scaler:
+    """A gradient scaler whose scale a test sets."""
+
+    def __init__(self, scale=1.0):
+        self.scale = scale
+
+    def get_scale(self):
+        return self.scale
+
+
+@contextmanager
+def logged(name="gradwire"):
+    """The records that the logger of that name gets from level INFO on, in a list that grows."""
+    records, logger, handler = [], logging.getLogger(name), logging.Handler()
+    handler.emit = records.append
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield records
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
 
 
 def error_of(action, *arguments, **options):

@@ -187,14 +187,18 @@ class Brain(Half):
 
 
 class Probe(nn.Module):
-    """Parameters whose gradients are the inputs, exactly: the loss is the sum of parameter * input."""
+    """Parameters whose gradients are the inputs, exactly: the loss is the sum of parameter * input.
+
+    A parameter whose input is None is unused.
+    """
 
     def __init__(self, *shapes, dtype=torch.float32):
         super().__init__()
         self.weights = nn.ParameterList(torch.zeros(shape, dtype=dtype) for shape in shapes)
 
     def forward(self, *inputs):
-        return sum((weight * x).sum() for weight, x in zip(self.weights, inputs, strict=True))
+        pairs = zip(self.weights, inputs, strict=True)
+        return sum((weight * x).sum() for weight, x in pairs if x is not None)
 
 
 class SparseTable(nn.Module):

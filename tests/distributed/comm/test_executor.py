@@ -1,6 +1,5 @@
 """`WorkerExecutor`: several tasks in flight, futures in order, one order of collectives on all ranks."""
 
-import itertools
 import threading
 import weakref
 from datetime import timedelta
@@ -12,17 +11,11 @@ import torch.distributed as dist
 from gradwire.comm import Task, connections
 from gradwire.comm.connections import executor_for
 from gradwire.comm.executor import MAX_TASKS_IN_FLIGHT
-from tests.support.ranks import from_all_ranks, on_ranks
+from tests.support.ranks import from_all_ranks, on_ranks, signals
 from tests.support.training import error_of
 
 CPU = torch.device("cpu")
 LIMIT = timedelta(minutes=1)
-names = itertools.count()
-
-
-def signals():
-    """A store of this run's own, whose keys ranks set and wait for."""
-    return dist.PrefixStore(f"test_executor/{next(names)}", dist.distributed_c10d._get_default_store())
 
 
 def sums_of(worker, value, begun=lambda: None):
@@ -39,7 +32,7 @@ def sums_of(worker, value, begun=lambda: None):
 
 @on_ranks(2, 3)
 def test_tasks_in_flight_use_separate_workspaces():
-    store, worker = signals(), executor_for(None, CPU)
+    store, worker = signals("separate workspaces"), executor_for(None, CPU)
     if dist.get_rank() != 0:
         store.wait(["begun"], LIMIT)
     left = iter(range(MAX_TASKS_IN_FLIGHT - 1, -1, -1))
@@ -57,7 +50,7 @@ def new_executor():
 
 @on_ranks(2, 3)
 def test_failed_task_lets_earlier_tasks_finish_and_fails_later_ones():
-    store, worker = signals(), new_executor()
+    store, worker = signals("failed task"), new_executor()
 
     async def failing(_):
         if dist.get_rank() == 0:

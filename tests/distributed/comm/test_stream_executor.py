@@ -82,7 +82,6 @@ class Quantized:
 
 
 ALGORITHMS = {each.__name__: each for each in (Cast, ScaledCast, PowerSGD, Alternating, Quantized)}
-algorithms = pytest.mark.parametrize("algorithm", ALGORITHMS)
 
 
 def train(device, algorithm):
@@ -108,10 +107,11 @@ def train(device, algorithm):
     return executor
 
 
-@algorithms
-def test_streams_wait_for_all_that_they_use(algorithm):
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_streams_wait_for_all_that_they_use_and_for_nothing_else(algorithm):
     with stream_double() as device:
         executor = train(device, algorithm)
+    assert edges_between(device, executor) == set(EDGES)
     assert len(device.collectives) >= N_BUCKETS * STEPS
     assert executor._kernels.priority == executor._collectives.priority == -1
 
@@ -157,13 +157,6 @@ def edges_between(device, executor):
 
 
 EDGES = [("main", "kernels"), ("kernels", "collectives"), ("collectives", "kernels"), ("kernels", "main")]
-
-
-@algorithms
-def test_only_necessary_streams_are_joined(algorithm):
-    with stream_double() as device:
-        executor = train(device, algorithm)
-    assert edges_between(device, executor) == set(EDGES)
 
 
 # --- replays

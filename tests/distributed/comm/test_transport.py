@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from gradwire.comm import GroupTransport
 from gradwire.comm.groups import duplicate_group
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_ranks, signals
 from tests.support.training import error_of
 
 
@@ -50,7 +50,7 @@ def test_sparse_all_reduces_run_one_at_a_time():
 @on_ranks(2, 3, limit=60)
 def test_closed_transport_ends_its_collectives_at_once_on_all_ranks():
     # Neither a timeout nor a peer ends them: the group's timeout is ten minutes, and no peer takes part or leaves.
-    store = dist.PrefixStore("cut", dist.distributed_c10d._get_default_store())
+    store = signals("cut")
     group = duplicate_group(dist.group.WORLD, store, "cut", lambda: None)
     transport, is_alive = GroupTransport(group), weakref.ref(group)
     del group

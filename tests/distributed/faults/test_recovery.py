@@ -2,10 +2,9 @@
 
 import copy
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -19,6 +18,7 @@ from gradwire.comm import connections_of
 from gradwire.hooks._memory import StateMemory
 from gradwire.hooks.hook_state import HookState, Memory, hook_for
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks, differences
+from tests.support.harness import open_sockets
 from tests.support.ranks import from_all_ranks, on_ranks, signals
 from tests.support.states import FEEDBACK, START, STATES, Ledger, Training, errors_of
 from tests.support.training import (
@@ -210,14 +210,6 @@ def test_infinite_result_of_a_failed_step_stays_out_of_the_error_memory(kind):
 
 
 # --- connections
-
-
-def open_sockets():
-    found = 0
-    for descriptor in Path("/proc/self/fd").iterdir():
-        with suppress(FileNotFoundError):  # closed meanwhile
-            found += str(descriptor.readlink()).startswith("socket:")
-    return found
 
 
 @pytest.mark.parametrize("during", ["forward", "backward"])

@@ -1,14 +1,12 @@
 """A state whose first steps are plain says once, on the first rank, when compression starts."""
 
-import logging
-
 import pytest
 import torch.distributed as dist
 
 from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
 from tests.support.ranks import on_ranks
-from tests.support.training import WRAPPERS, train_steps, wrapped
+from tests.support.training import WRAPPERS, logged, train_steps, wrapped
 
 HOOKS = {
     "powersgd": (lambda start: PowerSGDState(None, 1, start), powerSGD_hook),
@@ -25,19 +23,14 @@ HOOKS = {
 @on_ranks(2)
 def test_plain_first_steps_are_announced_once_on_the_first_rank(start, level, first, hook, wrapper):
     make, function = HOOKS[hook]
-    state, logger, seen, counts = make(start), logging.getLogger("gradwire"), [], []
+    state, counts = make(start), []
     state.iter = first
-    ddp, messages = wrapped(wrapper, hook=(state, function)), logging.Handler()
-    messages.emit = lambda record: seen.append((record.name, record.levelname, record.getMessage()))
-    logger.addHandler(messages)
-    logger.setLevel(logging.INFO)
-    try:
+    ddp = wrapped(wrapper, hook=(state, function))
+    with logged() as records:
         for _ in range(6):
             train_steps(ddp)
-            counts.append(len(seen))
-    finally:
-        logger.removeHandler(messages)
-        logger.setLevel(logging.NOTSET)
+            counts.append(len(records))
+    seen = [(record.name, record.levelname, record.getMessage()) for record in records]
     text = f"{function.__name__} compresses from step {start} on, and sends gradients in full until then."
     expected = [(function.__module__, level, text)] if level is not None and dist.get_rank() == 0 else []
     for count in (counts[0], counts[-1]):

@@ -20,12 +20,12 @@ from tests.support.training import (
     WRAPPERS,
     build,
     error_of,
-    gradients,
     own_batches,
     sent_bytes,
     train_steps,
     wrapped,
 )
+from tests.support.zoo import Probe
 
 
 def int4(**options):
@@ -125,16 +125,12 @@ def test_state_changed_on_one_rank_raises_on_every_rank(name):
 @on_ranks(2)
 def test_law1_holds_over_a_change_of_options(options):
     state, hook = int4(start_iter=0)
-    ddp, generator = wrapped(hook=(state, hook)), own_batches()
-    ledger = Ledger(ddp.module)
+    ddp, local, generator = wrapped(hook=(state, hook)), build("mlp"), own_batches()
+    ledger = Ledger(local)
     for step in range(6):
         if step == 3:
             state.options = replace(state.options, **options)
-        local, batch = build("mlp"), ddp.module.batch(generator)
-        ddp.zero_grad()
-        for model in (local, ddp):
-            model(*batch).backward()
-        ledger.add(gradients(local), gradients(ddp))
+        ledger.step(ddp, local, local.batch(generator))
     assert ledger.close(state) == []
 
 
@@ -189,24 +185,13 @@ def test_checkpoint_with_errors_beyond_fp32_is_refused(make):
         assert "1e+300" in message
 
 
-class Scaled(torch.nn.Module):
-    """Its gradient is the input."""
-
-    def __init__(self, *shape):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(shape))
-
-    def forward(self, gradient):
-        return (self.weight * gradient).sum()
-
-
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("hook", ["int2", "powersgd"])
 @on_ranks(1)
 def test_law1_memory_follows_a_change_of_the_memory_format(wrapper, hook):
     # Large: the kernels then read the gradient and the errors in memory order.
-    module = Scaled(96, 1024, 3, 3)
-    gradient = torch.randn(module.weight.shape, generator=torch.Generator().manual_seed(0))
+    module = Probe((96, 1024, 3, 3))
+    gradient = torch.randn(module.weights[0].shape, generator=torch.Generator().manual_seed(0))
     if hook == "int2":
         state, function = QuantizationState(wire="int2", start_iter=0), quantization_hook
     else:
@@ -220,8 +205,8 @@ def test_law1_memory_follows_a_change_of_the_memory_format(wrapper, hook):
         for _ in range(4):
             ddp.zero_grad()
             ddp(gradient).backward()
-            applied += module.weight.grad
-    kept = applied + state.memory.tensors("errors")["weight"]
+            applied += module.weights[0].grad
+    kept = applied + state.memory.tensors("errors")["weights.0"]
     torch.testing.assert_close(kept, 8 * gradient, rtol=0, atol=2e-5)
 
 
@@ -229,12 +214,12 @@ def test_law1_memory_follows_a_change_of_the_memory_format(wrapper, hook):
 @on_ranks(2)
 def test_state_that_a_users_hook_passes_on_for_two_models_raises(columns):
     state = QuantizationState(start_iter=0)
-    modules = [Scaled(64, 40), Scaled(64, columns)]
+    modules = [Probe((64, 40)), Probe((64, columns))]
     models = [WRAPPERS["gradwire"](module) for module in modules]
     for ddp in models:
         ddp.register_comm_hook(None, lambda _, bucket: quantization_hook(state, bucket))
-    first, second = (ddp(torch.ones_like(module.weight)) for ddp, module in zip(models, modules, strict=True))
+    first, second = (ddp(torch.ones_like(module.weights[0])) for ddp, module in zip(models, modules, strict=True))
     first.backward()
     kind, text = error_of(second.backward)
     assert kind == "ValueError"
-    assert "Two models have a parameter 'weight'" in text
+    assert "Two models have a parameter 'weights.0'" in text

@@ -16,7 +16,7 @@ from gradwire.hooks.powerSGD_hook import PowerSGDState
 from gradwire.hooks.quantization_hooks import QuantizationState
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState
 from tests.support.ranks import from_all_ranks, on_ranks
-from tests.support.training import WRAPPERS, error_of, message_of, train_steps, wrapped
+from tests.support.training import WRAPPERS, error_of, logged, message_of, train_steps, wrapped
 
 # Hooks by the class of their state, and a right one.
 HOOKS = {
@@ -113,7 +113,7 @@ def test_hooks_on_fsdp_raise_that_they_need_ddp(strategy):
         )
 
 
-# --- copies
+# --- own hooks
 
 
 def test_memory_that_is_declared_wrong_raises():
@@ -180,11 +180,8 @@ def test_error_of_an_algorithm_on_pytorchs_ddp_is_logged_with_its_traceback():
         mistaken(step.gradients[0])
 
     ddp = wrapped("pytorch", hook=(OwnState(), hook_for(OwnState)(lambda state, b: state.run(b, algorithm))))
-    handler, logged = logging.Handler(), []
-    handler.emit = lambda record: logged.append(logging.Formatter().format(record))
-    logging.getLogger("gradwire").addHandler(handler)
-    try:
-        assert "Unable to cast" in message_of(lambda: train_steps(ddp))
-    finally:
-        logging.getLogger("gradwire").removeHandler(handler)
-    assert re.match(r"own_hook failed in bucket 0:\nTraceback.*, in mistaken\n.*KeyError", logged[0], re.DOTALL)
+    with logged() as records:
+        assert "Unable to cast" in message_of(train_steps, ddp)
+    (error,) = [record for record in records if record.levelno == logging.ERROR]
+    text = logging.Formatter().format(error)
+    assert re.match(r"own_hook failed in bucket 0:\nTraceback.*, in mistaken\n.*KeyError", text, re.DOTALL)

@@ -17,7 +17,7 @@ from gradwire.testing import check_laws
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
 from tests.support.ranks import from_all_ranks, on_ranks
 from tests.support.states import Ledger, Training
-from tests.support.training import SMALL, WRAPPERS, build, gradients, own_batches, register, train_steps
+from tests.support.training import SMALL, WRAPPERS, build, own_batches, register, train_steps
 
 CPU = torch.device("cpu")
 wrappers = pytest.mark.parametrize("wrapper", WRAPPERS)
@@ -104,11 +104,7 @@ def test_nothing_is_lost_when_the_number_of_ranks_on_a_node_changes(wrapper):
     for size in (2, 1, 2, 4, 1):
         state.options = replace(state.options, local_size=size)
         for _ in range(2):
-            batch = local.batch(generator)
-            for each in (ddp, local):
-                each.zero_grad()
-                each(*batch).backward()
-            ledger.add(gradients(local), gradients(ddp))
+            ledger.step(ddp, local, local.batch(generator))
         assert copy.deepcopy(ledger).close(state) == []
         assert all(error.any() for name, error in state.state_dict()["errors"].items() if name.endswith("weight"))
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from gradwire.comm import LocalTransport, Workspace, run_algorithm
 from gradwire.compress import LowRankBucket, LowRankPolicy, Step, powersgd_all_reduce
-from gradwire.hooks.powerSGD_hook import FACTOR_WIRES, PowerSGDState, powerSGD_hook
+from gradwire.hooks.powerSGD_hook import FACTOR_WIRES, powerSGD_hook
 from gradwire.kernels import WIRE_FORMATS, Matrix, MatrixTable, bound_low_rank, random_key
 from tests.support.bits import assert_same_bits, same_bits
 from tests.support.powersgd_steps import (
@@ -146,13 +146,6 @@ def test_error_memory_holds_what_quantization_of_the_factors_lost(wire):
     # Every element of P and of Q deviates by its precision at most, twice; the basis of P may turn by as much.
     bound = 2 * PRECISION[wire] * (4 * (40 + 70)) ** 0.5 * torch.linalg.matrix_norm(gradient, 2)
     assert 0.01 * bound < error.norm() <= bound
-
-
-def test_wire_and_dtype_of_factors_exclude_each_other():
-    with pytest.raises(
-        ValueError, match=r"factor_wire is 'int8' and factor_dtype is torch\.bfloat16.*factor_dtype=None"
-    ):
-        PowerSGDState(None, factor_wire="int8", factor_dtype=torch.bfloat16)
 
 
 @on_ranks(2)

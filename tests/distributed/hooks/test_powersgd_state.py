@@ -2,7 +2,6 @@
 
 import gc
 import inspect
-import logging
 import re
 import warnings
 from datetime import timedelta
@@ -25,31 +24,61 @@ from gradwire.hooks import hook_state
 from gradwire.hooks import powerSGD_hook as ours
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
-from tests.support.powersgd_checkpoints import (
-    CUT,
-    EARLY,
-    TOLERANCE,
-    TOTAL,
-    VARIANTS,
-    U,
-    own_memory,
-    relative_deviation,
-    trained,
-)
 from tests.support.ranks import from_all_ranks, on_ranks
-from tests.support.states import Training
+from tests.support.states import EARLY, Training, U
 from tests.support.training import (
     SMALL,
     SMALLEST,
     WRAPPERS,
     build,
     gradients,
+    logged,
     message_of,
     own_batches,
     register,
+    train,
     train_steps,
     wrapped,
 )
+
+CUT, TOTAL = 6, 10
+# In half ulps. A gradient is sums over at most 31 units and 12 samples in each of 4 layers and back, and PowerSGD adds
+# three products over at most 31 terms: about 8 * 31 + 3 * 31 < 400 roundings. A step adds its own to those that the
+# parameters, the error and the factors bring from the step before, and a column of P loses |M| |q| / |M q| < 10 more.
+TOLERANCE = 400 * 10 * (TOTAL - CUT)
+
+
+def own_memory(state):
+    """The memory of this rank: errors that are not averaged, and factors."""
+    return state.__getstate__()["memory"]
+
+
+def trained(wrapper, model="mlp", *, state=None, steps=5, hook=powerSGD_hook, options=None, **ddp_options):
+    """A state after some steps, on this rank's own batches."""
+    module = build(model)
+    state = PowerSGDState(None, **(EARLY | (options or {}))) if state is None else state
+    train(wrapper, module, hook=(state, hook), steps=steps, **ddp_options)
+    return state, module
+
+
+VARIANTS = {
+    "plain": {},
+    "rank 2": {"matrix_approximation_rank": 2},
+    "no feedback": {"use_error_feedback": False},
+    "cold": {"warm_start": False},
+    "alternating": {"alternating": True},
+    "bf16 factors": {"factor_dtype": torch.bfloat16},
+}
+
+
+def relative_deviation(steps, expected):
+    """Of all gradients of a step together, the largest of the steps."""
+    worst = 0.0
+    for step, other in zip(steps, expected, strict=True):
+        flat = [torch.cat([gradient.double().flatten() for gradient in tree_leaves(s)]) for s in (step, other)]
+        worst = max(worst, ((flat[0] - flat[1]).norm() / flat[1].norm()).item())
+    return worst
+
 
 # --- options
 
@@ -87,9 +116,19 @@ def test_early_start_raises_like_pytorch(start, warm_start, feedback):
         assert messages[1].endswith(f"got {start}.")
 
 
-def test_alternating_without_warm_start_raises():
-    with pytest.raises(ValueError, match="alternating needs warm_start"):
-        PowerSGDState(None, alternating=True, warm_start=False)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"alternating": True, "warm_start": False}, "alternating needs warm_start"),
+        (
+            {"factor_wire": "int8", "factor_dtype": torch.bfloat16},
+            r"factor_wire is 'int8' and factor_dtype is torch\.bfloat16.*factor_dtype=None",
+        ),
+    ],
+)
+def test_options_that_exclude_each_other_raise(options, message):
+    with pytest.raises(ValueError, match=message):
+        PowerSGDState(None, **options)
 
 
 def test_assigned_option_applies_to_policy_and_settings():
@@ -136,18 +175,10 @@ def test_statistics_after_every_step_equal_pytorchs(model, rank):
 )
 @on_ranks(1)
 def test_statistics_are_logged_at_given_frequency(frequency, expected):
-    messages = []
-    handler = logging.Handler(logging.INFO)
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger(ours.__name__).addHandler(handler)
-    logging.getLogger(ours.__name__).setLevel(logging.INFO)
-    try:
+    with logged(ours.__name__) as records:
         trained("gradwire", options={"compression_stats_logging_frequency": frequency}, steps=8, bucket_cap_mb=SMALL)
-    finally:
-        logging.getLogger(ours.__name__).removeHandler(handler)
-    assert (
-        [int(found[1]) for message in messages if (found := re.match(r"Compression after (\d+) steps: rate", message))]
-    ) == expected
+    text = "\n".join(record.getMessage() for record in records)
+    assert [int(step) for step in re.findall(r"^Compression after (\d+) steps: rate", text, re.MULTILINE)] == expected
 
 
 # --- memory

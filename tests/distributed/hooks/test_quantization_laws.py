@@ -13,7 +13,7 @@ from gradwire.kernels import WIRE_FORMATS
 from tests.support.bits import assert_same_bits
 from tests.support.ranks import on_ranks
 from tests.support.states import Ledger
-from tests.support.training import SMALL, SMALLEST, WRAPPERS, build, gradients, register, train, train_steps
+from tests.support.training import SMALL, SMALLEST, WRAPPERS, build, register, train, train_steps
 from tests.support.zoo import Probe
 
 SLOW = ("int8", "fp8_e4m3", "int2", "bf16", "fp16", "fp32")  # the others share their code or represent them
@@ -112,11 +112,7 @@ def unaccounted(wire, steps, **options):
     local, generator = build("mlp"), torch.Generator().manual_seed(dist.get_rank())
     ledger = Ledger(local)
     for _ in range(steps):
-        batch = local.batch(generator)
-        for each in (ddp, local):
-            each.zero_grad()
-            each(*batch).backward()
-        ledger.add(gradients(local), gradients(ddp))
+        ledger.step(ddp, local, local.batch(generator))
     return ledger.close(state, precision=2.0**-8)
 
 

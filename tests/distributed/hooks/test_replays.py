@@ -11,7 +11,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from gradwire.comm.stream_executor import StreamExecutor
 from gradwire.comm.transport import GroupTransport
@@ -25,7 +24,8 @@ from tests.support.bits import assert_same_bits
 from tests.support.harness import World
 from tests.support.ranks import on_ranks
 from tests.support.rehearsal import gpu_on_cpu, register_backend
-from tests.support.training import WRAPPERS, Fault, register
+from tests.support.training import WRAPPERS, Fault, Scaler, register
+from tests.support.zoo import Probe
 
 WARM_UP = 1
 SHAPES = [(12, 8), (5,), (6, 10)]
@@ -43,17 +43,6 @@ def world(request, tmp_path_factory):
         opened = World(request.param, tmp_path_factory.mktemp("interpreted"))
         yield opened
         opened.close()
-
-
-class Fed(nn.Module):
-    """Parameters whose gradients are the inputs; an input that is None leaves its parameter unused."""
-
-    def __init__(self, shapes):
-        super().__init__()
-        self.weights = nn.ParameterList(torch.zeros(shape) for shape in shapes)
-
-    def forward(self, *inputs):
-        return sum((w * x).sum() for w, x in zip(self.weights, inputs, strict=True) if x is not None)
 
 
 def int4(**options):
@@ -90,7 +79,7 @@ class Run:
         )
         self.group = dist.new_group(backend=register_backend())
         self.shapes = shapes
-        self.ddp = WRAPPERS[wrapper](Fed(shapes), process_group=self.group, bucket_cap_mb=cap, **options)
+        self.ddp = WRAPPERS[wrapper](Probe(*shapes), process_group=self.group, bucket_cap_mb=cap, **options)
         self.state = None if make is None else register(self.ddp, make(self.group))
         self._generator = torch.Generator().manual_seed(dist.get_rank())
         self._kept, self.gradients, self.replays = [], [], []
@@ -180,16 +169,6 @@ def test_hook_with_an_operator_of_pytorch_is_not_replayed():
 # --- what may change between two steps
 
 
-class Scale:
-    """A gradient scaler."""
-
-    def __init__(self):
-        self.scale = 4.0
-
-    def get_scale(self):
-        return self.scale
-
-
 def assign_option(run):
     run.state.options = replace(run.state.options, wire="int8")
 
@@ -219,7 +198,7 @@ def observe(run):
 
 def follow_scaler(run):
     if run.state.memory.scaler is None:
-        run.state.follow_scaler(Scale())
+        run.state.follow_scaler(Scaler(4.0))
     else:
         run.state.memory.scaler.scale /= 2
 
@@ -260,7 +239,7 @@ def other_layout(run):
 
 def train_another(run):
     if not hasattr(run, "other"):
-        other = run.other = WRAPPERS["gradwire"](Fed([(40, 50)]), process_group=run.group)
+        other = run.other = WRAPPERS["gradwire"](Probe((40, 50)), process_group=run.group)
         register(other, cast(lambda group: default_hooks.CastState(group))(run.group))
     run.other(torch.ones(40, 50)).backward()
 

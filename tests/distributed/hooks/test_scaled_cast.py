@@ -12,8 +12,8 @@ from gradwire.hooks import scaled_cast_hooks
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
 from gradwire.hooks.telemetry import HostCopy
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
-from tests.support.powersgd_checkpoints import save_and_load
 from tests.support.ranks import on_ranks
+from tests.support.states import save_and_load
 from tests.support.training import SMALL, SMALLEST, WRAPPERS, gradients, register
 from tests.support.zoo import Probe
 

@@ -8,20 +8,21 @@ from gradwire.hooks.hook_state import HookState
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks, differences
 from tests.support.ranks import from_all_ranks, on_ranks
 from tests.support.states import Ledger, errors_of
-from tests.support.training import HOOKS, WRAPPERS, error_of, gradients, own_batches, register, train_steps, wrapped
+from tests.support.training import (
+    HOOKS,
+    WRAPPERS,
+    Scaler,
+    error_of,
+    gradients,
+    own_batches,
+    register,
+    train_steps,
+    wrapped,
+)
 
 WITH_ERRORS = ["powersgd", "powersgd_int8", "powersgd_alternating", "fp16_of_powersgd", "int4", "int4_on_nodes", "topk"]
 CONSTANT = [1024.0] * 9
 CHANGING = [1024.0] * 4 + [2048.0] * 2 + [512.0] * 3
-
-
-class Scaler:
-    """A gradient scaler whose scale a test sets."""
-
-    scale = 1024.0
-
-    def get_scale(self):
-        return self.scale
 
 
 def unscaled_gradients(hook, scales, *, wrapper="gradwire", follows=True, resumes_at=None):
@@ -75,8 +76,7 @@ def saved_errors(state, factor=1.0):
 
 def trained_at(scale, hook):
     """A DDP, its state with errors, and the scaler that the state follows."""
-    ddp, scaler = wrapped(), Scaler()
-    scaler.scale = scale
+    ddp, scaler = wrapped(), Scaler(scale)
     state = register(ddp, hook)
     state.follow_scaler(scaler)
     train_steps(ddp, 4)
@@ -119,14 +119,14 @@ def test_errors_of_earlier_buckets_are_rescaled(hook):
 
 @on_ranks(2)
 def test_errors_keep_their_scale_when_another_scaler_is_followed():
-    ddp, scaler = wrapped(), Scaler()
+    ddp, scaler = wrapped(), Scaler(1024.0)
     state = register(ddp, "int4")
     state.follow_scaler(scaler)
     for _ in range(4):
         ddp(*ddp.module.batch(own_batches())).backward()
     before = [error.clone() for error in state.memory.residuals()]
     scaler.scale = 1.0
-    for other in (scaler, None, Scaler()):
+    for other in (scaler, None, Scaler(1024.0)):
         state.follow_scaler(other)
         state.memory.match_scale()
         assert_same_bits(state.memory.residuals(), before)

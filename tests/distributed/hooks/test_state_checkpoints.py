@@ -19,9 +19,8 @@ from gradwire.hooks.quantization_hooks import QuantizationState, quantization_ho
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks, differences
 from tests.support.features import FEATURES, Parts
-from tests.support.powersgd_checkpoints import U, save_and_load
 from tests.support.ranks import from_all_ranks, on_ranks
-from tests.support.states import FEEDBACK, START, STATES, Training, errors_of, make
+from tests.support.states import FEEDBACK, START, STATES, Training, U, errors_of, make, save_and_load
 from tests.support.training import SMALLEST, WRAPPERS, build, message_of, own_batches, register, train_steps, wrapped
 from tests.support.zoo import SparseTable
 

@@ -51,6 +51,7 @@ BAD_OPTIONS = {
         "error_dtype": ["float32", torch.float16, torch.float64, None, 32],
         "seed": NO_WHOLE_NUMBER,
     },
+    CastState: {"accumulate": ["fp16", None, torch.float32, 32]},
     ScaledCastState: SCALING,
     DelayedScaling: SCALING,
 }

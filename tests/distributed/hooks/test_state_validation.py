@@ -12,7 +12,7 @@ from gradwire.hooks.powerSGD_hook import PowerSGDState
 from gradwire.hooks.quantization_hooks import QuantizationState
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState
 from tests.support.bits import assert_same_bits
-from tests.support.powersgd_checkpoints import EARLY
+from tests.support.states import EARLY
 
 INT64_MAX = 2**63 - 1
 

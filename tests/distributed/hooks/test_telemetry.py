@@ -2,7 +2,6 @@
 
 import gc
 import json
-import logging
 import math
 import os
 import subprocess
@@ -35,6 +34,7 @@ from tests.support.training import (
     WRAPPERS,
     FailsInBackward,
     error_of,
+    logged,
     own_batches,
     train,
     train_steps,
@@ -278,9 +278,7 @@ class FullDiskError(Exception):
 @on_ranks(2)
 def test_report_that_raises_is_logged_once_and_changes_no_bit(hook):
     state, function = HOOKS[hook](None)
-    records, called, n_failures = [], [], 3
-    handler = logging.Handler()
-    handler.emit = records.append
+    called, n_failures = [], 3
 
     def report(metrics):
         called.append(metrics["step"])
@@ -288,12 +286,9 @@ def test_report_that_raises_is_logged_once_and_changes_no_bit(hook):
             raise FullDiskError("no space left")
 
     state.observe(every=1, report=report if dist.get_rank() == 0 else None)
-    telemetry.logger.addHandler(handler)
-    try:
+    with logged(telemetry.logger.name) as records:
         observed = train("gradwire", "mlp", hook=(state, function), steps=5)
         state.stop_observing()
-    finally:
-        telemetry.logger.removeHandler(handler)
     assert_same_bits(observed, train("gradwire", "mlp", hook=hook, steps=5))
     assert called == [1, 2, 3, 4, 5] * (dist.get_rank() == 0)
     assert [record.levelname for record in records] == ["WARNING"] * (dist.get_rank() == 0)

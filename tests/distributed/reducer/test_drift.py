@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import gradwire
 from gradwire.reducer.distributed import DistributedDataParallel
 from gradwire.reducer.drift import WORDS_AT_ONCE, checksum
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
@@ -121,20 +120,6 @@ def test_ranks_compare_in_the_same_step_after_one_has_counted_more():
         ddp.reducer.drift._n_backwards += 1  # as if its last step had failed at its end
     ddp.resynchronize()
     train_steps(ddp, 5, generator)
-
-
-@on_ranks(2)
-def test_unequal_intervals_raise_when_the_model_is_wrapped():
-    message = message_of(wrapped, check_every=2 + dist.get_rank())
-    assert "check_every: 2 on rank 0; 3 on rank 1" in message
-
-
-@pytest.mark.parametrize("value", [0, -1, 2.5, True, "100"])
-@on_ranks(1)
-def test_interval_that_is_no_number_of_steps_is_refused(value):
-    kind, message = error_of(gradwire.DistributedDataParallel, build("mlp"), check_every=value)
-    assert kind == "ValueError"
-    assert f"check_every is {value!r}; expected a whole number of steps, at least 1, or None" in message
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -1,4 +1,4 @@
-"""Construction: comparison and broadcast of models, and refused arguments."""
+"""Construction: comparison and broadcast of models, options that differ between ranks, and refused arguments."""
 
 import math
 
@@ -98,22 +98,23 @@ def test_construction_gives_every_rank_the_state_of_rank_0():
     assert results[1][0]["conv.weight"] != wanted["conv.weight"]
 
 
+# Their values on rank 0 and on the others, and further options.
 UNEQUAL_OPTIONS = {
-    "find_unused_parameters": {},
-    "static_graph": {},
-    "skip_all_reduce_unused_params": {"find_unused_parameters": True},
-    "forward_sync_buffers": {},
+    "check_every": (2, 3, {}),
+    "find_unused_parameters": (True, False, {}),
+    "static_graph": (True, False, {}),
+    "skip_all_reduce_unused_params": (True, False, {"find_unused_parameters": True}),
+    "forward_sync_buffers": (True, False, {}),
 }
 
 
 @pytest.mark.parametrize("option", UNEQUAL_OPTIONS)
 @on_ranks(2, 3)
 def test_options_that_decide_collectives_raise_where_they_differ(option):
-    others = UNEQUAL_OPTIONS[option]
-    error = error_of(DDP, build("conv"), **{option: dist.get_rank() == 0}, **others)
-    assert error is not None
-    assert error[0] == "RuntimeError"
-    assert f"{option}: True on rank 0; False on rank{'s 1, 2' if dist.get_world_size() == 3 else ' 1'}" in error[1]
+    first, other, further = UNEQUAL_OPTIONS[option]
+    kind, text = error_of(DDP, build("conv"), **{option: other if dist.get_rank() else first}, **further)
+    assert kind == "RuntimeError"
+    assert f"{option}: {first} on rank 0; {other} on rank{'s 1, 2' if dist.get_world_size() == 3 else ' 1'}" in text
 
 
 @pytest.mark.parametrize("hook", [None, "fp16", "powersgd"])
@@ -154,6 +155,14 @@ BAD_ARGUMENTS = {
     "string for a list": ({"bucket_cap_mb_list": "12"}, "TypeError", "bucket_cap_mb_list is '12'; expected a list"),
     "negative in a list": ({"bucket_cap_mb_list": [1, -2]}, "ValueError", "bucket_cap_mb_list[1] is -2; expected"),
     "NaN in a list": ({"bucket_cap_mb_list": [math.nan]}, "ValueError", "bucket_cap_mb_list[0] is nan; expected"),
+    **{
+        f"check_every={value!r}": (
+            {"check_every": value},
+            "ValueError",
+            f"check_every is {value!r}; expected a whole number of",
+        )
+        for value in (0, -1, 2.5, True, "100")
+    },
     "None in a list": ({"bucket_cap_mb_list": [1, None]}, "TypeError", "bucket_cap_mb_list[1] is None; expected"),
 }
 

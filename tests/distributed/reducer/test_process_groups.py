@@ -3,7 +3,6 @@
 import gc
 import os
 import time
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
+from tests.support.harness import open_sockets
 from tests.support.states import START, STATES, Ledger, Training, errors_of
 from tests.support.training import WRAPPERS, build, gradients, message_of, train_steps, wrapped
 from tests.support.worker import leave_group
@@ -21,7 +21,7 @@ N_CYCLES = 10
 
 def open_handles():
     """Threads and sockets of this process."""
-    return len([*Path("/proc/self/task").iterdir()]), sum(map(is_socket, Path("/proc/self/fd").iterdir()))
+    return len([*Path("/proc/self/task").iterdir()]), open_sockets()
 
 
 def open_handles_at_last(expected):
@@ -34,12 +34,6 @@ def open_handles_at_last(expected):
         handles = open_handles()
         if all(now <= then for now, then in zip(handles, expected, strict=True)) or time.monotonic() > deadline:
             return handles
-
-
-def is_socket(descriptor):
-    with suppress(FileNotFoundError):  # closed meanwhile
-        return str(descriptor.readlink()).startswith("socket:")
-    return False
 
 
 def train(hook):

@@ -21,7 +21,17 @@ from hypothesis import strategies as st
 from tests.support.bits import differences
 from tests.support.ranks import from_all_ranks
 from tests.support.states import FEEDBACK, Ledger, errors_of, make
-from tests.support.training import SMALL, SMALLEST, WRAPPERS, build, error_of, failing_hook, gradients, register
+from tests.support.training import (
+    SMALL,
+    SMALLEST,
+    WRAPPERS,
+    Scaler,
+    build,
+    error_of,
+    failing_hook,
+    gradients,
+    register,
+)
 
 PROPERTY = settings(
     deadline=None,
@@ -41,15 +51,6 @@ OPTIONS = {
     "static_graph": {"static_graph": True},
     "check_every": {"check_every": 2},
 }
-
-
-class Scaler:
-    """A gradient scaler whose scale the loop sets."""
-
-    scale = 1.0
-
-    def get_scale(self):
-        return self.scale
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ See features.py for the oracle.
 
 import copy
 import pickle
-import warnings
 
 import pytest
 import torch
@@ -14,9 +13,9 @@ from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
-from tests.support.features import FEATURES, Parts, assert_parity, features, flat_hook, views, ways, wrap, zero_grad
+from tests.support.features import FEATURES, Parts, assert_parity, features, views, ways, wrap, zero_grad
 from tests.support.ranks import from_all_ranks, on_ranks
-from tests.support.training import SMALL, SMALLEST, WRAPPERS, build, gradients, message_of, own_batches, train
+from tests.support.training import SMALL, SMALLEST, WRAPPERS, build, gradients, message_of, own_batches
 from tests.support.zoo import Probe
 
 
@@ -196,37 +195,6 @@ def test_copies_keep_their_hook_and_features(how, trained, feature, hook, view):
     assert [hook for hook, _ in twin._comm_hooks] == [hook for hook, _ in model._comm_hooks]
 
 
-@ways
-@pytest.mark.parametrize("feature", ["find-unused", "static"])
-@pytest.mark.parametrize("model", ["conv", "complex", "odd", "mixed"])
-@on_ranks(2)
-def test_feature_without_unused_parameters_changes_no_bits(model, feature, hook, view):
-    hook = {"none": None, "flat": (None, flat_hook)}.get(hook, hook)
-    options = {"hook": hook, "gradient_as_bucket_view": view, "steps": 5, "bucket_cap_mb_list": [SMALLEST]}
-    without = train("gradwire", model, **options)
-    assert_same_bits(train("gradwire", model, **options, **FEATURES[feature]), without)
-
-
-@views
-@pytest.mark.parametrize("feature", ["none", *FEATURES])
-@on_ranks(2, 3)
-def test_create_graph_warns_and_gradients_are_unchanged(feature, view):
-    runs = []
-    for keep in (False, True):
-        torch.manual_seed(0)
-        ddp, generator, seen = wrap("gradwire", Parts(), view=view, **FEATURES.get(feature, {})), own_batches(), []
-        for _ in range(3):
-            ddp.zero_grad()
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                use = range(5) if feature == "none" else (0, 2)
-                ddp(torch.randn(3, 4, generator=generator), use).backward(create_graph=keep)
-            assert any("create_graph=True  is not well-supported" in str(each.message) for each in caught) == keep
-            seen.append(gradients(ddp))
-        runs.append(seen)
-    assert_same_bits(*runs)
-
-
 def logged(wrapper, feature, hook, view):
     """Logging data after construction and after the last step."""
     torch.manual_seed(0)
@@ -343,31 +311,6 @@ def test_lazy_buckets_hold_no_memory_between_steps_and_change_no_bits(hook, view
     assert held_lazy == (held if view else 0)
 
 
-@pytest.mark.parametrize("feature", ["none", *FEATURES])
-@ways
-@on_ranks(2, 3)
-def test_backward_finalized_by_the_caller_has_the_same_bits(feature, hook, view):
-    seen = []
-    for is_manual in (True, False):
-        ddp = wrap("gradwire", build("mlp"), hook, view, **FEATURES.get(feature, {}))
-        ddp.require_manual_backward_finalization = is_manual
-        generator = own_batches()
-        records = []
-        for step in range(5):
-            zero_grad(ddp, "to-none")
-            if step == 3:
-                with ddp.no_sync():
-                    ddp(*ddp.module.batch(generator)).backward()
-            ddp(*ddp.module.batch(generator)).backward()
-            assert ddp.should_finalize_after_backward == is_manual
-            if is_manual:
-                ddp.finalize_backward()
-            records.append(gradients(ddp))
-        seen.append(records)
-    manual, automatic = seen
-    assert_same_bits(manual, automatic)
-
-
 @on_ranks(2, 3)
 def test_backward_finalized_at_a_wrong_time_raises():
     parts = {
@@ -382,6 +325,7 @@ def test_backward_finalized_at_a_wrong_time_raises():
     batch = ddp.module.batch(own_batches())
     errors = {"not required": message_of(ddp.finalize_backward)}
     ddp.require_manual_backward_finalization = True
+    assert ddp.should_finalize_after_backward
     errors["before"] = message_of(ddp.finalize_backward)
     loss = ddp(*batch)
     loss.register_hook(lambda _: errors.update({"within": message_of(ddp.finalize_backward)}))

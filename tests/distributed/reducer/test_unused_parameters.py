@@ -123,12 +123,8 @@ def train_late_parts(wrapper, kind, feature):
     local, training = copy.deepcopy(module), Training(kind, wrapper, module, bucket_cap_mb=CAP, **FEATURES[feature])
     generator, ledger, seen = own_batches(), Ledger(module), []
     for step in range(START + 4):
-        batch = module.batch(generator, step)
-        for each in (local, training.ddp):
-            each.zero_grad()
-            each(*batch).backward()
+        ledger.step(training.ddp, local, module.batch(generator, step))
         seen.append(gradients(module))
-        ledger.add(gradients(local), seen[-1])
     if kind == "scaled_fp16":
         return seen, [], sorted(training.state.exponents())
     return seen, ledger.close(training.state), sorted(errors_of(training.state.state_dict()))

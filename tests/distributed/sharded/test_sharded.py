@@ -201,9 +201,6 @@ def test_checkpoint_loads_with_other_numbers_of_shards_and_replicas(saved_in, lo
         torch.testing.assert_close(again[name].full_tensor(), error.full_tensor(), atol=1e-9, rtol=1e-6)
 
 
-# Errors.
-
-
 @pytest.mark.parametrize("loaded_in", PLACES)
 @on_ranks(4)
 def test_scales_load_from_a_checkpoint_as_the_smallest_of_all_shards(loaded_in):
@@ -223,6 +220,9 @@ def test_scales_load_from_a_checkpoint_as_the_smallest_of_all_shards(loaded_in):
     of_shards = from_all_ranks(own)
     smallest = {name: min(each[name] for each in of_shards if name in each) for name, _ in first.named_parameters()}
     assert second.state.exponents() == smallest
+
+
+# Errors.
 
 
 @on_ranks(4)

@@ -7,8 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import gradwire
 from gradwire.hooks._names import plain_name
@@ -49,27 +47,19 @@ def attached(place, model, wire):
 # --- gradients against exact means
 
 
-def frozen(model):
-    model.first.weight.requires_grad_(False)
-
-
-def checkpointed(model):
-    model.spare = checkpoint_wrapper(model.spare)
-
-
 SHAPES = {  # with tied weights and rows that the shards do not divide, all of them
     "plain": {},
-    "frozen": {"prepare": frozen},
-    "checkpointed": {"prepare": checkpointed},
+    "frozen": FEATURES["frozen"],
+    "checkpointed": FEATURES["checkpointed"],
     "compiled": {"prepare": lambda model: model.spare.compile(backend="aot_eager")},
     "unused layer": {},
     "unused layer of one group": {"layers": ()},
     "accumulated": {},
-    "meta device": {"prepare": lambda model: model.to("meta")},
+    "meta device": FEATURES["meta device"],
     "two groups of a module": {"layers": (), "shard_placement_fn": other_mesh},
-    "columns": {"columns": True},
-    "bf16 parameters": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
-    "bf16 gradients": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)},
+    "columns": FEATURES["columns"],
+    "bf16 parameters": FEATURES["bf16 reduction"],
+    "bf16 gradients": FEATURES["bf16 wire"],
 }
 ON_DDP = list(SHAPES)[:7]  # the rest is particular to FSDP2
 

@@ -1,0 +1,28 @@
+"""What several tests share: one line per file, with its users.
+
+==================  ====================================================================================================
+ranks               ``@on_ranks``: a test's body on every rank; what all ranks have: nearly every distributed test
+harness             `World`: processes that stay alive between tests, or are fresh for one: the fixtures of conftest.py
+worker              a rank of `World.run_fresh`, and how it leaves a group: harness, test_process_groups
+fork_server         lets the forked ranks, and the programs below, import `tests`: harness, faulty_rank, elastic_rank
+gpu_worker          a rank on a shared GPU or in its rehearsal (``GRADWIRE_TESTS_ON``): harness, test_feature_pairs
+training            `HOOKS`, both DDPs, `wrapped`, `train`, faults, `error_of`: hooks, reducer, faults, comm, cli
+states              the hook states, `Training`, `Ledger` (law 1), checkpoints: hooks, reducer, faults
+zoo                 small models that a reducer may get wrong; `Probe`, whose gradients are its inputs: training, hooks
+features            models, plans and options of DDP's features, parity with PyTorch: reducer, test_errors
+powersgd_steps      steps of PowerSGD on chosen gradients: the files test_powersgd*, test_simple_examples
+sharded             a model sharded by FSDP2, and its exact gradients: sharded
+bits                assertions about bitwise equal results: everywhere
+rehearsal           the code path of a GPU on CPU tensors, NCCL's rules over gloo: test_replays, test_nccl_rules, bench
+rehearse            ``make gpu-rehearsal``, a program
+stream_double       streams that find missing edges between kernels and collectives: test_stream_executor
+faulty_run          starts ranks of faulty_rank, and checks their steps: tests/faults
+faulty_rank         a rank that meets a fault, a program: faulty_run
+elastic_rank        a worker that kills itself, a program: test_elastic
+stopped             a command that gets a signal while its ranks run: test_demo
+example_programs    the commands in examples/: project/test_examples, integrations/test_examples, test_simple_examples
+recipe              ``save`` and ``load`` of docs/checkpointing.md: test_checkpoint_recipe, elastic_rank
+keep_checkpoints    writes tests/checkpoints for a release, a program: test_kept_checkpoints reads them
+pairwise            which cases of large grids are slow: tests/conftest.py, test_pairwise
+==================  ====================================================================================================
+"""
