@@ -5,12 +5,14 @@ reducer             one backward: gradients become ready, buckets are launched, 
 bucket              a bucket's gradients, flat buffer and result; delayed parameters
 bucketing           which parameters share a bucket, and the rebuild of the buckets
 unused_parameters   parameters without a gradient in a backward
-parameters          parameters replaced after wrapping; nested wrappers, and wrappers that share parameters
-mixed_precision     PyTorch's native mixed precision
 exchange            errors on one rank, deadlocks, and how a rank leaves
-model_sync          comparison and broadcast of models at construction, `resynchronize()`, `join`
+model_sync          comparison and broadcast of models at construction
+recovery            `resynchronize()` after an error
 drift               ``check_every``: comparison of ranks during training
-errors, logger      error messages and checks of arguments; the logging data of PyTorch's DDP
+model_watch         parameters that are replaced, added or unfrozen after wrapping
+wrappers            nested wrappers, and wrappers that share parameters
+arguments, errors   checks of arguments; messages that begin with PyTorch's sentences
+logger              the logging data of PyTorch's DDP
 torch_internals     PyTorch's private names
 """
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from operator import attrgetter, is_not
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ class BucketSpec:
 
 
 class BucketBase(hooks.Bucket):
-    """The base class of dense and sparse buckets, with the part of ``torch.distributed.GradBucket`` that both have."""
+    """The part of ``torch.distributed.GradBucket`` that dense and sparse buckets have in common."""
 
     def __init__(self, spec: BucketSpec) -> None:
         self._spec = spec
@@ -76,9 +77,9 @@ class DenseBucket(BucketBase):
 
     A hook written for PyTorch asks for `buffer` or `gradients`: the gradients are then flattened into one buffer, which
     is kept until a backward does without it, or with ``frees_buffer`` until the end of this one. gradwire's own hooks
-    ask for `work` instead, or also for `empty_buffer`. With ``as_view`` the buffer always
-    exists, and every ``.grad`` ends up as a view of it. Gradients have the layouts of the tensors ``like``, by default
-    of the parameters.
+    ask for `work` instead, or also for `empty_buffer`. With ``as_view`` the buffer always exists, and every ``.grad``
+    ends up as a view of it. With mixed precision, gradients have the layouts and dtype of the parameters' copies, and
+    PyTorch's hook, on ``upcast_stream``, makes every ``.grad`` a tensor of its own in the parameter's dtype.
 
     Attributes:
         as_view: whether every ``.grad`` becomes a view of the buffer.
@@ -87,15 +88,15 @@ class DenseBucket(BucketBase):
     """
 
     def __init__(
-        self, spec: BucketSpec, as_view: bool, frees_buffer: bool = False, like: Iterable[Tensor] | None = None
+        self, spec: BucketSpec, as_view: bool, frees_buffer: bool = False, upcast_stream: torch.Stream | None = None
     ) -> None:
         super().__init__(spec)
         self.plans = Plans()
-        layouts = [gradient_layout(tensor) for tensor in like or self._parameters]
-        self._table = SegmentTable(layouts)
+        self._upcast_stream = upcast_stream
+        copies: list[Any] = [] if upcast_stream is None else [p._mp_param for p in spec.parameters]  # type: ignore[attr-defined]
+        self._table = SegmentTable([gradient_layout(each) for each in copies or spec.parameters])
         self.dtype = self._table.dtype
-        self._strides = [layout.stride() for layout in layouts]
-        self.layouts = [(layout.shape, layout.stride()) for layout in layouts]
+        self.layouts = list(zip(self._table.shapes, self._table.strides, strict=True))
         self._guard: Callable[..., bool] | None = None  # whether gradients have the layouts of their parameters
         self._frees_buffer = frees_buffer and not as_view
         self._buffer: Tensor | None = None
@@ -106,6 +107,10 @@ class DenseBucket(BucketBase):
             buffer = self.empty_buffer()
             self._flat = Gradients([buffer], SegmentTable([buffer]), self._table)
             self._buffer_views = self._views(buffer)
+            for parameter, view in zip(spec.parameters, self._buffer_views, strict=True):
+                if parameter.grad is not None:
+                    view.copy_(parameter.grad)
+                    parameter.grad = view
         self.release()
 
     def release(self) -> None:
@@ -114,6 +119,7 @@ class DenseBucket(BucketBase):
         self.stand_ins = []
         self._outside: Sequence[int] = ()  # with `as_view`: positions of the gradients that are not views of the buffer
         self._kept: dict[int, Tensor] = {}  # with `as_view`: copies of the gradients of `stand_ins`
+        self._absent: set[int] = set()  # with mixed precision: those of `stand_ins` that have no gradient at all
         self._scale = 1.0  # multiplier of the result that `finish` has written
         self._taken_back: Collection[int] = ()  # positions of the gradients that `finish` has handed to `take_back`
         self._replaced: Tensor | None = None  # the tensor that a hook passed to `set_buffer`
@@ -229,16 +235,20 @@ class DenseBucket(BucketBase):
             self._kept = {i: grads[i].clone() for i in unused}
             views = self._buffer_views
             self._outside = [i for i, grad in enumerate(grads) if grad.data_ptr() != views[i].data_ptr()]
+        if self._upcast_stream is not None:
+            self._absent = {i for i in unused if found[i] is None}
+            for i in self._absent:  # PyTorch's hook casts every gradient
+                self._parameters[i].grad = grads[i]
 
     def _collect_each(
         self, found: Sequence[Tensor | None], unused: Collection[int], copied: Collection[int]
     ) -> list[Tensor]:
         """The gradients, or copies, in the layouts of their parameters; ValueError for another dtype or shape."""
         grads: list[Tensor] = []
-        dtype, shapes = self._table.source_dtype, self._table.shapes
-        for i, (grad, stride) in enumerate(zip(found, self._strides, strict=True)):
-            if grad is not None and (grad.dtype != dtype or grad.shape != shapes[i]):
-                raise ValueError(errors.gradient_misfit(self._names[i], grad, dtype, shapes[i]))
+        dtype = self._table.source_dtype
+        for i, (grad, (shape, stride)) in enumerate(zip(found, self.layouts, strict=True)):
+            if grad is not None and (grad.dtype != dtype or grad.shape != shape):
+                raise ValueError(errors.gradient_misfit(self._names[i], grad, dtype, shape))
             if grad is None or grad.stride() != stride or grad.is_conj() or grad.is_neg():
                 grad = self._in_layout(i, grad)
                 if i not in unused:
@@ -251,25 +261,19 @@ class DenseBucket(BucketBase):
 
     def _in_layout(self, i: int, grad: Tensor | None) -> Tensor:
         """A copy of a gradient in its parameter's layout; zeros for an undefined gradient."""
-        parameter = self._parameters[i]
-        copy = parameter.detach().new_empty_strided(parameter.shape, self._strides[i])
+        copy = self._parameters[i].detach().new_empty_strided(*self.layouts[i])
         if grad is None:
             return copy.zero_()
-        strides, expected = list(grad.stride()), list(self._strides[i])
-        warnings.warn(
-            errors.GRADIENT_STRIDES.format(
-                name=self._names[i], sizes=list(grad.shape), strides=strides, expected=expected
-            ),
-            stacklevel=2,
-        )
+        sizes, strides, expected = list(grad.shape), list(grad.stride()), list(self._table.strides[i])
+        text = errors.GRADIENT_STRIDES.format(name=self._names[i], sizes=sizes, strides=strides, expected=expected)
+        warnings.warn(text, stacklevel=2)
         return copy.copy_(grad)
 
     def with_zeros(self, zero_copy: bool) -> DenseBucket:
         """A copy of this bucket whose gradients are zeros, separate from the parameters' gradients."""
         bucket = DenseBucket(self._spec, as_view=False)
-        layouts = zip(self._parameters, self._strides, strict=True)
-        zeros = [p.new_empty_strided(p.shape, stride).zero_() for p, stride in layouts]
-        bucket._grads = zeros
+        pairs = zip(self._parameters, self.layouts, strict=True)
+        bucket._grads = [parameter.new_empty_strided(*layout).zero_() for parameter, layout in pairs]
         bucket.zero_copy = zero_copy
         return bucket
 
@@ -280,11 +284,15 @@ class DenseBucket(BucketBase):
         has it; ValueError otherwise. ``used`` says for each of `stand_ins` whether any rank has a gradient; if not,
         ``take_back`` is called.
         """
+        if self._upcast_stream is not None:
+            self._finish_upcast(self._upcast_stream, result, used)
+            return
         target, table = (self._flat.tensors, self._flat.table) if self.as_view else (self._grads, self._table)
         if result.data_ptr() != target[0].data_ptr() or result.numel() != target[0].numel():
             if result.numel() != self._table.numel:
                 raise ValueError(
-                    errors.RESULT_MISFIT.format(index=self.position, numel=result.numel(), expected=self._table.numel)
+                    f"The communication hook returned {result.numel()} elements for bucket {self.position}, which has "
+                    f"{self._table.numel}. Return a tensor of the size of bucket.buffer()."
                 )
             Gradients(target, table).unflatten(result.reshape(-1))
         if scale != 1:
@@ -294,7 +302,10 @@ class DenseBucket(BucketBase):
         for i in dropped:
             self._drop_stand_in(i, scale, take_back)
         if self.as_view:
-            self.point_gradients_at_buffer(dropped)
+            for i, (parameter, view) in enumerate(zip(self._parameters, self._buffer_views, strict=True)):
+                grad = parameter.grad
+                if i not in dropped if grad is None else grad.data_ptr() != view.data_ptr():
+                    parameter.grad = view
             return
         # A hook may have assigned to ``.grad`` since `collect`.
         grads = list(map(_grad_of, self._parameters))
@@ -306,6 +317,17 @@ class DenseBucket(BucketBase):
                 self._parameters[i].grad = mean
             elif grad.data_ptr() != mean.data_ptr():
                 grad.copy_(mean)
+
+    def _finish_upcast(self, stream: torch.Stream, result: Tensor, used: Mapping[int, bool]) -> None:
+        """With mixed precision: write the mean into the gradients, in the parameters' own dtype."""
+        torch.accelerator.current_stream().wait_stream(stream)
+        reduced = [i for i in range(len(self._parameters)) if used.get(i, True)]
+        if reduced:
+            # Not `_views`, which would keep the result alive until the next step.
+            means = [self._table.view(i, result, self._table.offsets[i]) for i in reduced]
+            torch._foreach_copy_([_grad_of(self._parameters[i]) for i in reduced], means)
+        for i in self._absent.difference(reduced):
+            self._parameters[i].grad = None
 
     def _drop_stand_in(self, i: int, scale: float, take_back: TakeBack | None) -> None:
         """Leave ``.grad`` of a stand-in as it was: no rank has a gradient for it."""
@@ -319,7 +341,7 @@ class DenseBucket(BucketBase):
         if self.as_view and self._parameters[i].grad is not None:
             result.copy_(self._kept[i])
 
-    def give_back(self, result: Tensor, take_back: TakeBack) -> None:
+    def discard(self, result: Tensor, take_back: TakeBack) -> None:
         """Call ``take_back`` with the finite gradients of a discarded result, which `finish` may have written."""
         first = self._flat.tensors[0] if self.as_view else self._grads[0]
         is_in_target = result.data_ptr() == first.data_ptr() and result.numel() == first.numel()
@@ -328,20 +350,6 @@ class DenseBucket(BucketBase):
         for i, (name, result) in enumerate(zip(self._names, results, strict=True)):
             if i not in self._taken_back and result.isfinite().all():
                 take_back(name, result / scale)
-
-    def point_gradients_at_buffer(self, optional: Collection[int]) -> None:
-        """Make every ``.grad`` a view of the buffer, which has its values; if None, an ``optional`` one stays so."""
-        for i, (parameter, view) in enumerate(zip(self._parameters, self._buffer_views, strict=True)):
-            grad = parameter.grad
-            if i not in optional if grad is None else grad.data_ptr() != view.data_ptr():
-                parameter.grad = view
-
-    def adopt_gradients(self) -> None:
-        """Copy existing gradients into a new buffer, and make them views of it."""
-        for parameter, view in zip(self._parameters, self._buffer_views, strict=True):
-            if parameter.grad is not None:
-                view.copy_(parameter.grad)
-        self.point_gradients_at_buffer(range(len(self._parameters)))
 
     def _views(self, buffer: Tensor) -> list[Tensor]:
         """Views of a flat buffer in the shapes, strides and dtype of the gradients."""
@@ -419,9 +427,7 @@ ReducerBucket = DenseBucket | SparseBucket
 class DelayedGradients:
     """The gradients of the parameters that no bucket has, in one flat buffer.
 
-    Args:
-        parameters: the delayed parameters.
-        buffer: as many elements as the parameters have, in their dtype and on their device.
+    ``buffer``: as many elements as the parameters have, in their dtype and on their device.
     """
 
     def __init__(self, parameters: Sequence[Tensor], buffer: Tensor) -> None:

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from gradwire.comm import GroupTransport
 from gradwire.reducer import torch_internals
+from gradwire.reducer.arguments import check_bucket_size
 from gradwire.reducer.bucket import BucketSpec, DenseBucket, ReducerBucket, SparseBucket
-from gradwire.reducer.errors import check_bucket_size
-from gradwire.reducer.mixed_precision import LowPrecisionBucket
 
 Assignment = Sequence[Sequence[int]]  # the parameters of each bucket, by index in the model
 
@@ -37,9 +36,7 @@ def assign_first_buckets(options: BucketOptions) -> Assignment:
 
 
 def rebuilt_limits(options: BucketOptions, hook_state: object) -> Sequence[int]:
-    """Sizes in bytes of the rebuilt buckets: of the hook state's ``preferred_bucket_cap_mb``, unless the user passed a
-    size.
-    """
+    """Bytes of the rebuilt buckets: the hook state's ``preferred_bucket_cap_mb``, unless the user passed a size."""
     preferred = getattr(hook_state, "preferred_bucket_cap_mb", None)
     if preferred is None or not options.hook_may_choose:
         return options.rebuilt_limits
@@ -79,11 +76,7 @@ def make_buckets(
         )
         if options.sparse[members[0]]:
             buckets.append(SparseBucket(spec, sets_gradient=upcast_stream is not None))
-        elif upcast_stream is not None:
-            buckets.append(LowPrecisionBucket(spec, upcast_stream))
         else:
-            bucket = DenseBucket(spec, options.gradient_as_bucket_view, options.frees_buffers)
-            if bucket.as_view:
-                bucket.adopt_gradients()
-            buckets.append(bucket)
+            as_view, frees_buffer = options.gradient_as_bucket_view, options.frees_buffers
+            buckets.append(DenseBucket(spec, as_view, frees_buffer, upcast_stream))
     return buckets

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import JoinHook
 
 from gradwire.comm import GroupTransport
 from gradwire.comm.connections import connections_of
@@ -20,21 +21,17 @@ from gradwire.comm.torch_internals import queue_callback
 from gradwire.compress._validation import check_whole_number
 from gradwire.hooks import default_hooks
 from gradwire.hooks.hook_state import HookState
-from gradwire.reducer import errors, torch_internals
+from gradwire.reducer import arguments, errors, torch_internals
 from gradwire.reducer.bucket import DelayedGradients
 from gradwire.reducer.bucketing import BucketOptions
 from gradwire.reducer.drift import DriftCheck
 from gradwire.reducer.exchange import Exchange
 from gradwire.reducer.logger import Logger
-from gradwire.reducer.mixed_precision import check_config, remove_copy_hooks, restore_parameters
-from gradwire.reducer.model_sync import JoinedRank, begin_together, broadcast_coalesced, resynchronize, verify_model
-from gradwire.reducer.parameters import (
-    ModelWatch,
-    check_no_wrapper_inside,
-    check_not_nested,
-    find_sharing_wrappers,
-)
+from gradwire.reducer.model_sync import begin_together, broadcast_coalesced, verify_model
+from gradwire.reducer.model_watch import ModelWatch
+from gradwire.reducer.recovery import resynchronize
 from gradwire.reducer.reducer import BucketHook, Reducer, default_reduction
+from gradwire.reducer.wrappers import check_no_wrapper_inside, check_not_nested, link_sharing_wrappers
 
 # PyTorch's arguments and their defaults.
 _DEFAULTS = {
@@ -43,15 +40,7 @@ _DEFAULTS = {
     if name not in ("self", "module", "batched_grad_copy")
 }
 # Names in `__init__` that work with every version of PyTorch.
-_OWN = {
-    "self",
-    "__class__",
-    "module",
-    "batched_grad_copy",
-    "forward_sync_buffers",
-    "lazy_bucket_allocation",
-    "check_every",
-}
+_OWN = {"module", "batched_grad_copy", "forward_sync_buffers", "lazy_bucket_allocation", "check_every"}
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
@@ -118,14 +107,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     reducer: Reducer  # type: ignore[assignment]
     _delay_grad_buffer: Tensor
     logger: Logger
-
-    # Set by the constructor of gradwire's class before PyTorch's.
-    _has_default_bucket_size: bool
-    _syncs_at_init: bool
-    _syncs_buffers_at_init: bool
-    _options_at_init: dict[str, Any]  # options that must be equal on all ranks
-    lazy_bucket_allocation: bool
-    check_every: int | None
+    _log_and_throw: Callable[[type[Exception], str], NoReturn]
 
     def __init__(
         self,
@@ -153,7 +135,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         *,
         check_every: int | None = None,
     ) -> None:
-        given = dict(locals())
+        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         if unknown := [name for name, value in given.items() if name not in _OWN | _DEFAULTS.keys() and value]:
             raise TypeError(
                 f"{', '.join(unknown)}: PyTorch {torch.__version__} has no such argument; leave it out, or install a "
@@ -161,31 +143,27 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             )
         # Arguments left at their default are not passed on: older versions of PyTorch do not know all of them, and have
         # other defaults where these are None.
-        arguments = {
+        passed_on = {
             name: value
             for name, value in given.items()
             if value is not None and value is not _DEFAULTS.get(name, value)
         }
         check_no_wrapper_inside(module)
         if mixed_precision is not None:
-            check_config(mixed_precision)
+            arguments.check_mixed_precision(mixed_precision)
         if delay_all_reduce_named_params:
-            errors.check_delayed(module, [p for _, p in delay_all_reduce_named_params], mixed_precision)
-        if torch_internals.uses_python_reducer():
-            raise NotImplementedError(
-                "gradwire.DistributedDataParallel does not support torch._dynamo.config.optimize_ddp='python_reducer', "
-                "which replaces the reducer. Leave it at True, its default, or use PyTorch's DistributedDataParallel."
-            )
-        errors.check_ranks(process_group, device_mesh)
-        errors.check_bucket_sizes(bucket_cap_mb, bucket_cap_mb_list)
+            arguments.check_delayed(module, {p for _, p in delay_all_reduce_named_params}, mixed_precision)
+        arguments.check_reducer_is_used()
+        arguments.check_ranks(process_group, device_mesh)
+        arguments.check_bucket_sizes(bucket_cap_mb, bucket_cap_mb_list)
         if check_every is not None:
             check_whole_number("check_every", check_every, "a whole number of steps, at least 1, or None", 1)
         if forward_sync_buffers is not None and "forward_sync_buffers" not in _DEFAULTS:
-            arguments["broadcast_buffers"] = forward_sync_buffers
+            passed_on["broadcast_buffers"] = forward_sync_buffers
         self._has_default_bucket_size = bucket_cap_mb is None and bucket_cap_mb_list is None
         self._syncs_at_init = init_sync
-        arguments["init_sync"] = False  # `_ddp_init_helper` does it; PyTorch's class calls it right after
-        self._options_at_init = {
+        passed_on["init_sync"] = False  # `_ddp_init_helper` does it; PyTorch's class calls it right after
+        self._options_at_init: dict[str, Any] = {  # must be equal on all ranks
             "find_unused_parameters": find_unused_parameters,
             "static_graph": static_graph,
             "skip_all_reduce_unused_params": skip_all_reduce_unused_params and find_unused_parameters,
@@ -195,7 +173,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self._syncs_buffers_at_init = forward_sync_buffers is not None or broadcast_buffers in (None, True)
         self.lazy_bucket_allocation = lazy_bucket_allocation
         self.check_every = check_every
-        super().__init__(module, **arguments)
+        super().__init__(module, **passed_on)
 
     @property
     def require_manual_backward_finalization(self) -> bool:
@@ -244,12 +222,18 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             RuntimeError: a hook is already registered.
         """
         if self.mixed_precision is not None and self._comm_hooks:
-            self._log_and_throw(RuntimeError, errors.HOOK_WITH_MIXED_PRECISION)
-        if callable(state) and not callable(hook):
-            self._log_and_throw(TypeError, errors.SWAPPED_HOOK_AND_STATE.format(hook=type(hook).__name__))
-        self._check_comm_hook(hook)
+            self._log_and_throw(
+                RuntimeError,
+                f"{errors.HOOK_REGISTERED_TWICE} mixed_precision has a hook of its own, which sums gradients in its "
+                "reduce_dtype. Leave out one of the two; with a hook that compresses, use torch.autocast for the "
+                "computation.",
+            )
+        try:
+            arguments.check_comm_hook(state, hook)
+        except (TypeError, ValueError) as error:
+            self._log_and_throw(type(error), str(error))
         self._install_comm_hook(state, hook)
-        self.logger._set_comm_hook_name(getattr(hook, "__qualname__", repr(hook)))
+        self.logger.facts["comm_hook"] = getattr(hook, "__qualname__", repr(hook))
         self._comm_hooks.append((hook, state))
 
     def resynchronize(self, from_rank: int | None = None) -> None:
@@ -272,9 +256,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
                 within the process group's timeout.
             ValueError: on every rank, if ``from_rank`` is not a rank or differs between ranks.
         """
-        buffers = [*self._buffers_in_use().values()]
-        delayed = set(self._delay_all_reduce_params)
-        parameters = self._parameters_in_use() | {n: p for n, p in self.module.named_parameters() if p in delayed}
+        parameters = _replicated(self.module, self.parameters_to_ignore, set(self._delay_all_reduce_params))
+        buffers = list(self._buffers_in_use().values())
         resynchronize(self.reducer, parameters, buffers, from_rank, self.broadcast_bucket_size)
 
     # The private methods of PyTorch's class that behave differently with gradwire's reducer.
@@ -289,25 +272,26 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         """Create gradwire's reducer and logger instead of PyTorch's; called by the constructor and by unpickling."""
         if self._syncs_at_init:
             self._syncs_at_init = False
-            _verify_model(self, parameters)
+            _verify_construction(self, parameters)
             buffers = self._buffers_in_use() if self._syncs_buffers_at_init else {}
             states = [tensor.detach() for tensor in (*self._parameters_in_use().values(), *buffers.values())]
             with torch.no_grad():
                 broadcast_coalesced(states, GroupTransport(self.process_group), self.broadcast_bucket_size)
         if self.mixed_precision is not None:
             for index, parameter in enumerate(parameters):
-                parameter._idx = index  # type: ignore[attr-defined]  # PyTorch's attribute, for `_fire_reducer_autograd_hook`
+                parameter._idx = index  # type: ignore[attr-defined]  # PyTorch's class passes it to `_autograd_hook`
         self.reducer = _make_reducer(self, parameters, expect_sparse_gradient, static_graph)
-        self.logger = Logger(self.reducer)
         has_sync_bn = any(isinstance(part, nn.SyncBatchNorm) for part in self.module.modules())
-        self.logger.set_construction_data_and_log(
-            type(self.module).__name__,
-            [] if self.device_ids is None else self.device_ids,
-            -1 if self.output_device is None else self.output_device,
-            self.broadcast_buffers,
-            has_sync_bn,
-            static_graph,
+        self.logger = Logger(
+            self.reducer,
+            module_name=type(self.module).__name__,
+            device_ids=", ".join(map(str, self.device_ids or ())),
+            output_device=-1 if self.output_device is None else self.output_device,
+            broadcast_buffers=int(self.broadcast_buffers),
+            has_sync_bn=int(has_sync_bn),
         )
+        if static_graph:
+            self.logger._set_static_graph()
         if has_sync_bn and self.device_type == "cpu":
             self._log_and_throw(ValueError, "SyncBatchNorm layers only work with GPU modules")
 
@@ -321,22 +305,26 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self._delay_all_reduce_params = [p for p in self._delay_all_reduce_params if p not in frozen]
         parameters, _ = self._build_params_for_reducer()
         if self._syncs_at_init:
-            _verify_model(self, parameters, param_to_hook_all_reduce)
+            _verify_construction(self, parameters, param_to_hook_all_reduce)
         # PyTorch's class takes this size for one in bytes, and no ``device_ids`` for the CPU.
         nbytes, devices = int(bucket_cap_mb * 2**20), device_ids or [parameters[0].device]
         super()._register_delay_all_reduce_hook(nbytes, param_to_hook_all_reduce, devices)  # type: ignore[no-untyped-call]
         buffer = self._delay_grad_buffer
         for p in self._delay_all_reduce_params:
             if (p.dtype, p.device) != (buffer.dtype, buffer.device):
-                self._log_and_throw(ValueError, errors.CANNOT_DELAY.format(name=names[p], parameter=p, buffer=buffer))
+                self._log_and_throw(
+                    ValueError,
+                    f"delay_all_reduce_named_params names {names[p]}, which is {p.dtype} on {p.device}. The gradients "
+                    f"of delayed parameters are summed in one buffer, {buffer.dtype} on {buffer.device}, which needs "
+                    "parameters of its dtype on its device. Leave this parameter out, or pass device_ids to sum on its "
+                    "GPU.",
+                )
 
     def _delayed_all_reduce_hook(self, grad: Tensor) -> None:
         """Do nothing: the reducer averages the delayed gradients at the end of the backward, once all are ready."""
 
     def _build_params_for_reducer(self) -> tuple[list[Tensor], list[bool]]:
-        """Leave out ignored and delayed parameters, also those of the module itself: PyTorch's name of such a parameter
-        begins with a dot.
-        """
+        """Leave out ignored parameters of the module itself, too, whose names in PyTorch's class begin with a dot."""
         self.parameters_to_ignore |= {f".{name}" for name in self.parameters_to_ignore if "." not in name}
         parameters: tuple[list[Tensor], list[bool]] = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
         return parameters
@@ -347,11 +335,27 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     def _buffers_in_use(self) -> dict[str, Tensor]:
         return {name: b for name, b in self.module.named_buffers() if name not in self.parameters_to_ignore}
 
+    def __getstate__(self) -> dict[str, Any]:
+        if self.mixed_precision is not None:
+            raise NotImplementedError(
+                "A DistributedDataParallel with mixed_precision can be neither copied nor pickled. Copy the module, "
+                "and wrap the copy."
+            )
+        if any(hasattr(parameter, "_in_backward_optimizers") for parameter in self.module.parameters()):
+            raise NotImplementedError(
+                "A DistributedDataParallel with optimizers in backward can be neither copied nor pickled: the copy of "
+                "a parameter has no optimizer. Copy the module, call _apply_optimizer_in_backward for the copy, and "
+                "wrap it."
+            )
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        return state
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         # PyTorch's class drops the hook when unpickling; a copy must keep it to train as the original does.
         for hook, hook_state in self._comm_hooks:
             self._install_comm_hook(hook_state, hook)
+        self.reducer.set_finalized_by_caller(self.require_manual_backward_finalization)
 
     def _install_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         if isinstance(state, HookState):
@@ -364,9 +368,10 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             torch_internals.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
         }
         if self._comm_hooks:
-            self._log_and_throw(RuntimeError, errors.BUILTIN_HOOK_REGISTERED_TWICE)
+            text = "register_builtin_comm_hook or register_comm_hook can only be called once."
+            self._log_and_throw(RuntimeError, text)
         self.register_comm_hook(self.process_group, hooks[comm_hook_type])
-        self.logger._set_comm_hook_name(str(comm_hook_type))
+        self.logger.facts["comm_hook"] = str(comm_hook_type)
 
     @torch_internals.not_compiled
     def _distributed_broadcast_coalesced(
@@ -387,17 +392,6 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             self._static_graph_delay_allreduce_enqueued = True
             queue_callback(self.reducer._delay_all_reduce)
 
-    def _check_comm_hook(self, hook: Callable[..., Any]) -> None:
-        try:
-            errors.check_comm_hook(hook)
-        except (TypeError, ValueError) as error:
-            self._log_and_throw(type(error), str(error))
-
-    def _log_and_throw(self, err_type: type[Exception], err_msg: str) -> NoReturn:
-        if self.logger is not None:
-            self.logger.set_error_and_log(f"{err_type}: {err_msg}")
-        raise err_type(err_msg)
-
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         return self.logger._get_ddp_logging_data()
 
@@ -410,11 +404,11 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         for parameter in parameters:
             for handle in handles.get(parameter, []):
                 handle.remove()
-        self.reducer._set_optimizer_in_backward()
+        self.reducer.runs_optimizers = True
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         check_not_nested(self)
-        find_sharing_wrappers(self)
+        link_sharing_wrappers(self)
         with self._apart() if self._evaluates_in_join() else nullcontext():
             result = super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         drift = self.reducer.drift
@@ -442,7 +436,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     def _post_forward(self, output: Any) -> Any:
         if self.mixed_precision is not None and not torch.is_grad_enabled():
-            restore_parameters(self.module.parameters())
+            torch_internals.restore_parameters(self.module.parameters())
         # PyTorch's class asks for `_delay_all_reduce` once; a backward in no_sync, or one that fails, does not count.
         if self.static_graph and self.reducer.static_calls is None:
             self._static_graph_delay_allreduce_enqueued = False
@@ -457,16 +451,14 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             self.reducer.wait_for_post_backward_futures()
         return output
 
-    # Mixed precision.
-
-    def _fire_reducer_autograd_hook(self, idx: int, *_: Any) -> None:
-        self.reducer._autograd_hooks.record(idx)  # the index of a parameter's copy
+    # Mixed precision. PyTorch's class does most of it: before a forward it points each parameter at a low-precision
+    # copy, and its hook sums a bucket in ``reduce_dtype`` and points the parameters back at their own values.
 
     def _module_wait_for_copy_hook(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         """Before a module computes with copies of its parameters: wait for them, and set hooks on their gradients."""
         if torch.is_grad_enabled():
             if self._submodule_to_event[module]:
-                remove_copy_hooks(module.parameters(recurse=False))
+                torch_internals.remove_copy_hooks(module.parameters(recurse=False))
             super()._module_wait_for_copy_hook(module, *args, **kwargs)
             return
         for event in self._submodule_to_event.pop(module, ()):
@@ -475,18 +467,41 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     def join_hook(self, **kwargs: Any) -> Any:
         """The hook for `torch.distributed.algorithms.Join`; raises with mixed precision."""
         if self.mixed_precision is not None:
-            raise NotImplementedError(errors.JOIN_WITH_MIXED_PRECISION)
-        self.logger._set_uneven_input_join()
+            raise NotImplementedError(
+                "join() does not support mixed_precision. Use torch.autocast in its place, or give all ranks as many "
+                "inputs."
+            )
+        self.logger.facts["join_uneven_inputs"] = 1
         self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
         return JoinedRank(self)
 
-    def __getstate__(self) -> dict[str, Any]:
-        if self.mixed_precision is not None:
-            raise NotImplementedError(errors.COPY_WITH_MIXED_PRECISION)
-        if any(hasattr(parameter, "_in_backward_optimizers") for parameter in self.module.parameters()):
-            raise NotImplementedError(errors.COPY_WITH_OPTIMIZERS)
-        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        return state
+
+class JoinedRank(JoinHook):
+    """A rank without inputs left in `join`, which takes part in the collectives of the others."""
+
+    def __init__(self, ddp: Any) -> None:
+        self._ddp = ddp
+
+    def main_hook(self) -> None:
+        """Take part in a forward of the others and, unless they are in ``no_sync``, in its backward."""
+        ddp = self._ddp
+        ddp.reducer._rebuild_buckets()
+        ddp._check_and_sync_module_buffers()
+        is_synchronized = ddp._check_global_requires_backward_grad_sync(is_joined_rank=True)
+        if ddp._check_sync_bufs_post_fwd():
+            ddp._sync_module_buffers(ddp._find_common_rank(ddp._distributed_rank, False))
+        ddp.reducer.wait_for_post_backward_futures()
+        ddp.require_forward_param_sync = is_synchronized
+        if is_synchronized:
+            ddp.reducer.reduce_zeros()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Take the parameters and buffers of a rank that was among the last with inputs."""
+        ddp = self._ddp
+        ddp._sync_final_model(is_last_joiner)
+        if delayed := [p.detach() for p in ddp._delay_all_reduce_params]:  # which PyTorch's class ignores
+            transport = ddp.reducer.exchange.transport
+            broadcast_coalesced(delayed, transport, ddp.broadcast_bucket_size, ddp._authoritative_rank)
 
 
 def _bucket_limits(ddp: DistributedDataParallel, static_graph: bool) -> tuple[list[int], list[int]]:
@@ -515,35 +530,30 @@ def _make_reducer(
         frees_buffers=ddp.lazy_bucket_allocation,
     )
     exchange = Exchange(ddp.process_group, parameters[0].device)
-    reducer = Reducer(
+    delayed = ddp._delay_all_reduce_params
+    replicated = partial(_replicated, ddp.module, ddp.parameters_to_ignore, set(delayed))
+    return Reducer(
         exchange,
         BucketHook(default_reduction, exchange, is_zero_copy=exchange.has_streams),
         options,
+        ModelWatch(ddp.module, parameters, ddp.parameters_to_ignore),
+        None if ddp.check_every is None else DriftCheck(ddp.check_every, replicated),
+        DelayedGradients(delayed, ddp._delay_grad_buffer) if delayed else None,
         find_unused_parameters=ddp.find_unused_parameters,
         skip_unused=ddp.skip_all_reduce_unused_params,
     )
-    reducer.watch = ModelWatch(ddp.module, parameters, ddp.parameters_to_ignore)
-    if ddp.check_every is not None:
-        compared = partial(
-            _compared_parameters, ddp.module, ddp.parameters_to_ignore, set(ddp._delay_all_reduce_params)
-        )
-        reducer.drift = DriftCheck(ddp.check_every, compared)
-    if ddp._delay_all_reduce_params:
-        reducer.delayed = DelayedGradients(ddp._delay_all_reduce_params, ddp._delay_grad_buffer)
-    reducer.is_finalized_by_caller = vars(ddp).get("_require_manual_backward_finalization", False)
-    return reducer
 
 
-def _compared_parameters(module: nn.Module, ignored: Collection[str], delayed: Collection[Tensor]) -> dict[str, Tensor]:
+def _replicated(module: nn.Module, ignored: Collection[str], delayed: Collection[Tensor]) -> dict[str, Tensor]:
     """The parameters that all ranks have equal, frozen ones included; with mixed precision, not their copies."""
     return {
-        f"parameter {name}": getattr(parameter, "_fp_param", parameter)
+        name: getattr(parameter, "_fp_param", parameter)
         for name, parameter in module.named_parameters()
         if name not in ignored or parameter in delayed
     }
 
 
-def _verify_model(
+def _verify_construction(
     ddp: DistributedDataParallel, parameters: list[Tensor], param_to_hook_all_reduce: Tensor | None = None
 ) -> None:
     """Raise unless all ranks have the same model and options, as far as their collectives depend on them.

@@ -16,7 +16,7 @@ from gradwire.comm.store_collectives import gather_json
 from gradwire.hooks._handshake import digest
 from gradwire.hooks.hook_state import HookState
 from gradwire.kernels import as_real, is_capturing
-from gradwire.reducer import errors, torch_internals
+from gradwire.reducer import torch_internals
 
 WORDS_AT_ONCE = 1 << 19  # a checksum takes up to 16 bytes of temporary memory for each of them
 HOOK_STATE = "hook state"
@@ -60,12 +60,11 @@ class DriftCheck:
 
     Args:
         every: number of synchronized backwards from one comparison to the next.
-        tensors: returns the tensors to compare, by name, at the beginning of a backward.
+        parameters: returns the parameters to compare, by name, at the beginning of a backward.
     """
 
-    def __init__(self, every: int, tensors: Callable[[], Mapping[str, Tensor]]) -> None:
-        self._every = every
-        self._tensors = tensors
+    def __init__(self, every: int, parameters: Callable[[], Mapping[str, Tensor]]) -> None:
+        self._every, self._parameters = every, parameters
         self.restart()
 
     def restart(self) -> None:
@@ -92,7 +91,7 @@ class DriftCheck:
         self._n_backwards += 1
         if not is_due or is_capturing(device):
             return
-        sums = {name: checksum(tensor) for name, tensor in self._tensors().items()} | self._buffers
+        sums = {f"parameter {name}": checksum(each) for name, each in self._parameters().items()} | self._buffers
         sums[PASSES] = torch.tensor(n_passes)
         self._sums = {name: each.to(device) for name, each in sums.items()}
         self._state_sums = {}
@@ -107,14 +106,9 @@ class DriftCheck:
         self._wait = partial(transport.wait, work)
 
     def finish(self, group: dist.ProcessGroup, check: Callable[[], None]) -> None:
-        """End the comparison, if one is in flight. A collective call.
+        """End the comparison, if one is in flight: RuntimeError, on every rank, if tensors differ. A collective call.
 
-        Args:
-            group: the ranks.
-            check: raises, while this rank waits for the others, if one of them has left.
-
-        Raises:
-            RuntimeError: on every rank, if tensors differ; names the first ones, and the ranks.
+        ``check``, called while this rank waits for the others, raises if one of them has left.
         """
         if self._wait is None:
             return
@@ -133,8 +127,13 @@ class DriftCheck:
         shown = {name: f"checksum {each.item():x}" for name, each in list(mine.items())[: MAX_SHOWN + 1]}
         by_rank = gather_json(group, "check_every", shown, check)
         lines = format_differences(by_rank, range(group.size()))
-        total = len(differs) - 1  # without PASSES
-        raise RuntimeError(errors.DRIFT.format(n=sum(differs.values()), total=total, lines=lines))
+        raise RuntimeError(
+            f"check_every: {sum(differs.values())} of {len(differs) - 1} tensors that must be equal on all ranks "
+            f"differ:{lines}\nEvery rank must start from the same values and apply the same updates: the same "
+            "optimizer, learning rate and order of steps, and the same kind of device. Call "
+            "resynchronize(from_rank=0) on every rank to take the parameters, buffers and hook state of rank 0, or "
+            "restart from a checkpoint."
+        )
 
 
 def _leaf_checksums(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:

@@ -14,7 +14,6 @@ from gradwire.comm.rank_differences import format_ranks, out_of_step
 from gradwire.comm.store_collectives import gather_json
 from gradwire.comm.torch_internals import all_groups, collective_counts
 from gradwire.hooks.hook_state import HookState
-from gradwire.reducer import errors
 
 
 class Exchange:
@@ -51,9 +50,7 @@ class Exchange:
         self.has_hook = False
         self._thread = 0  # the thread that called the latest forward
         self.hook_groups: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
-        self.hook_states: weakref.WeakKeyDictionary[HookState, weakref.ref[dist.ProcessGroup]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self.hook_states = weakref.WeakKeyDictionary[HookState, weakref.ref[dist.ProcessGroup]]()
         # Collectives issued on each process group before the current backward, if a user's hook runs in it.
         self._counts: dict[dist.ProcessGroup, list[int]] = {}
         self.update_process_group(process_group)
@@ -66,8 +63,7 @@ class Exchange:
 
     def restart(self) -> None:
         """Reset the counts of forwards and backwards, on which all ranks have agreed."""
-        self._n_forwards = self._n_backwards = 0  # synchronized ones
-        self.n_passes = 0
+        self.n_passes = self._n_backwards = 0  # synchronized ones
         self._awaited = 0  # the number of the latest backward in which this rank has waited for others
 
     def connect(self) -> connections.Connections:
@@ -83,15 +79,11 @@ class Exchange:
     def begin_forward(self) -> None:
         """Note that this thread begins a synchronized forward."""
         self._thread = threading.get_ident()
-        self._n_forwards += 1
         self.n_passes += 1
 
-    def begin_backward(self, user: object, has_groups: bool) -> None:
-        """Note that ``user`` exchanges in the current backward; see `Connections.begin_exchange`.
-
-        ``has_groups``: whether a user's hook runs in it.
-        """
-        self.connections.begin_exchange(user, self._thread)
+    def begin_backward(self, has_groups: bool) -> None:
+        """Note that the current backward exchanges gradients; ``has_groups``: whether a user's hook runs in it."""
+        self.connections.begin_exchange(self, self._thread)
         if self._n_backwards == 0:
             self.n_passes = 1
         self._n_backwards += 1
@@ -99,12 +91,9 @@ class Exchange:
             self._counts = {group: collective_counts(group) for group in all_groups()}
 
     def agree_to_reduce_again(self) -> None:
-        """Compare the counts of passes before a further reduction for one forward. A collective call.
+        """Before a further reduction for one forward: RuntimeError, on every rank, if ranks are in different passes.
 
         It goes through the store, because a rank that is elsewhere would match the collectives with others.
-
-        Raises:
-            RuntimeError: another rank is in another forward or backward; raised on every rank.
         """
         if self.process_group.size() == 1:
             return
@@ -122,6 +111,10 @@ class Exchange:
         if isinstance(settings, HookState):
             self.hook_states[settings] = weakref.ref(group)
 
+    def states_on(self, group: dist.ProcessGroup) -> list[HookState]:
+        """Those of `hook_states` that have exchanged on ``group``."""
+        return [state for state, its_group in self.hook_states.items() if its_group() is group]
+
     def note_groups(self) -> None:
         """Note the process groups on which collectives were issued since the begin of the backward."""
         counts, self._counts = self._counts, {}
@@ -130,7 +123,7 @@ class Exchange:
             if group is not self.process_group and any(now) and now != counts.get(group):
                 self.hook_groups.add(group)
 
-    def fail(self, user: object, step: int, cause: str, is_of_peer: bool = False) -> str | None:
+    def fail(self, step: int, cause: str, is_of_peer: bool = False) -> str | None:
         """Leave the exchange. Returns the error of another rank that left before this one.
 
         ``is_of_peer``: a connection has closed, so the notice of the rank that closed it is on its way.
@@ -141,12 +134,12 @@ class Exchange:
         failure = elsewhere or f"Step {step} failed on rank {dist.get_rank(self.process_group)}: {cause}"
         for each in (own, *filter(None, map(connections.existing_connections, self.hook_groups))):
             each.fail(failure)
-        own.end_exchange(user)
+        own.end_exchange(self)
         return elsewhere
 
     def announce_forward(self) -> None:
         """While a forward waits for other ranks: tell them where this one is; raise RuntimeError if one has left."""
-        here = [dist.get_rank(self.process_group), self._n_forwards, self._n_backwards]
+        here = [dist.get_rank(self.process_group), self.n_passes, self._n_backwards]
         self.connections.announce(self.number, "forward", json.dumps(here))
         self.connections.check_peers()
 
@@ -159,10 +152,17 @@ class Exchange:
             connections.announce(number, f"backward/{self.process_group.rank()}", str(self._n_backwards))
         if (text := connections.announced(number, "forward")) is not None:
             rank, forwards, backwards = json.loads(text)
-            if forwards > self._n_forwards and backwards < self._n_backwards:
-                raise RuntimeError(errors.BACKWARD_SKIPPED.format(rank=rank))
+            if forwards > self.n_passes and backwards < self._n_backwards:
+                raise RuntimeError(  # this rank waits in a backward, the other one in a forward
+                    f"Rank {rank} skipped the backward pass that this rank is in and has begun its next forward pass, "
+                    "so each waits for the other. Its loss may have raised an exception. Call resynchronize() on every "
+                    "rank after a failed step."
+                )
         if not self.has_hook and (text := connections.announced(number, "hook")):
-            raise RuntimeError(errors.HOOK_ELSEWHERE.format(hook=text))
+            raise RuntimeError(
+                f"{text} for this model, and this rank has no communication hook. Register the same hook on every "
+                "rank, not only after `if rank == 0:`."
+            )
         if (text := connections.announced(number, "again")) is not None:
             rank, forwards, backwards = json.loads(text)
             if backwards == self._n_backwards and forwards != self.n_passes:
@@ -176,4 +176,10 @@ class Exchange:
             return None
         told = [self.connections.announced(self.number, f"backward/{k}") for k in range(self.process_group.size())]
         late = [rank for rank, text in enumerate(told) if text is None or int(text) < self._n_backwards]
-        return errors.RANKS_LATE.format(who=format_ranks(late), number=self._n_backwards) if late else None
+        if not late:
+            return None
+        return (
+            f"This rank has waited in synchronized backward pass {self._n_backwards} of this model for "
+            f"{format_ranks(late)}, until the process group's timeout. Make as many forward and backward passes on "
+            "every rank, or use join() for uneven inputs."
+        )

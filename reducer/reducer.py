@@ -30,20 +30,11 @@ from gradwire.hooks._bucket import is_gradwire_hook, is_zero_copy, reduce_bucket
 from gradwire.hooks._plans import Plans
 from gradwire.hooks.hook_state import HookState, check_pairing, in_group, settings_of
 from gradwire.kernels import is_capturing
-from gradwire.reducer import errors, torch_internals
+from gradwire.reducer import bucketing, errors, torch_internals
 from gradwire.reducer.bucket import DelayedGradients, DenseBucket, ReducerBucket, TakeBack
-from gradwire.reducer.bucketing import (
-    Assignment,
-    BucketOptions,
-    assign_first_buckets,
-    make_buckets,
-    rebuild_buckets,
-    rebuilt_limits,
-)
 from gradwire.reducer.drift import DriftCheck
 from gradwire.reducer.exchange import Exchange
-from gradwire.reducer.mixed_precision import restore_parameters
-from gradwire.reducer.parameters import ModelWatch
+from gradwire.reducer.model_watch import ModelWatch
 from gradwire.reducer.unused_parameters import UsedParameters, find_unused
 
 
@@ -86,6 +77,9 @@ class Reducer:
         exchange: the exchange with the ranks to average over.
         hook: reduces the buckets; may be replaced between two steps.
         options: the parameters and the sizes of buckets.
+        watch: finds parameters that the reducer does not know.
+        drift: compares the ranks, with ``check_every``.
+        delayed: the gradients of the parameters that no bucket has.
         find_unused_parameters: whether a backward may leave parameters without a gradient. A parameter that no rank has
             a gradient for keeps its ``.grad``.
         skip_unused: whether to skip buckets without any used parameter. All ranks must agree on it.
@@ -95,21 +89,23 @@ class Reducer:
         self,
         exchange: Exchange,
         hook: BucketHook,
-        options: BucketOptions,
+        options: bucketing.BucketOptions,
+        watch: ModelWatch,
+        drift: DriftCheck | None,
+        delayed: DelayedGradients | None,
         *,
-        find_unused_parameters: bool = False,
-        skip_unused: bool = False,
+        find_unused_parameters: bool,
+        skip_unused: bool,
     ) -> None:
         self.exchange, self.hook, self.options = exchange, hook, options
+        self._watch, self.drift, self._delayed = watch, drift, delayed
         self.parameters = options.parameters
-        self._dtypes = [parameter.dtype for parameter in self.parameters]
         self.find_unused_parameters = find_unused_parameters
         self.skip_unused = skip_unused
         self.static_graph = False
         self._may_leave_out = find_unused_parameters  # whether the first backward of a forward may do so
-        self.drift: DriftCheck | None = None  # with ``check_every``
         self.is_finalized_by_caller = False  # whether `finalize_backward` ends a backward
-        self._runs_optimizers = False  # whether it steps the optimizers of apply_optimizer_in_backward
+        self.runs_optimizers = False  # whether it steps the optimizers of apply_optimizer_in_backward, once averaged
         self._upcast_stream: torch.Stream | None = None  # with mixed precision: PyTorch's hook casts gradients on it
         self._lock = threading.Lock()  # held while gradients are marked ready, in any of autograd's threads
         self._is_in_join = False  # whether the latest forward was in `join`
@@ -117,26 +113,26 @@ class Reducer:
         self._forget_forward()
         self._divisor = 1  # divisor of sums: the world size; in `join`, the number of ranks with inputs left
         self.static_calls: list[int] | None = None  # per autograd hook, in the first backward of a static graph
-        self._unused: list[int] = []  # parameters without a gradient in the last backward, or in a static graph
+        self.unused: list[int] = []  # parameters without a gradient in the last backward, or in a static graph
         self._used = UsedParameters(len(self.parameters), exchange.device)
         self._used_before = self._used  # during a further backward: what `_used` was before
         self._incoming: Tensor | None = None  # the gradient whose autograd hook runs
-        self.error: str | None = None  # the last one, for the logging data
+        # For the logging data: the last error, and the number of buckets that the last backward has reduced.
+        self.error: str | None = None
+        self.n_reduced = 0
         self.times = StepTimes(exchange.device)
         # The parameters that other wrappers reduce too, by index.
         self._shared_with: weakref.WeakKeyDictionary[object, list[int]] = weakref.WeakKeyDictionary()
         self._autograd_hooks = AutogradHooks(self.parameters, self._on_gradients)
         self._output_hook = _make_output_hook(weakref.ref(self))
-        self.watch: ModelWatch | None = None
-        self.delayed: DelayedGradients | None = None
         self.has_rebuilt_buckets = False
         self._has_reduced = False  # whether this rank has taken part in a reduction
-        self._graph_seems_static = True  # whether `_unused` has never changed
-        self.bucket_limits: Sequence[int] = ()  # sizes in bytes of the rebuilt buckets; the last one repeats
-        self._set_buckets(assign_first_buckets(options))
+        self._graph_seems_static = True  # whether `unused` has never changed
+        self.bucket_limits = options.rebuilt_limits  # sizes in bytes of the rebuilt buckets; the last one repeats
+        self._set_buckets(bucketing.assign_first_buckets(options))
 
-    def _set_buckets(self, assignment: Assignment) -> None:
-        self.buckets = make_buckets(self.options, assignment, self._upcast_stream)
+    def _set_buckets(self, assignment: bucketing.Assignment) -> None:
+        self.buckets = bucketing.make_buckets(self.options, assignment, self._upcast_stream)
         self._bucket_of = {i: bucket.position for bucket in self.buckets for i in bucket.members}
         self._begin(Phase.DONE)
 
@@ -165,34 +161,30 @@ class Reducer:
             self._fail("the forward pass raised an exception")
             connections.check()
         self._check_not_cast([0])
-        if self.watch is not None and (name := self.watch.find_unknown()) is not None:
-            self._fail_and_raise(errors.PARAMETER_UNKNOWN.format(name=name))
+        if (name := self._watch.find_unknown()) is not None:
+            self._fail_and_raise(
+                f"{name} was replaced, added or unfrozen after the model was wrapped. Its gradients would not be "
+                "averaged. Wrap the model again, or change it before you wrap it; load_state_dict without assign=True "
+                "keeps parameters. A parameter that each rank is to train by itself must be named in "
+                "module._ddp_params_and_buffers_to_ignore before you wrap the model."
+            )
         self._is_in_join = False
         self.exchange.begin_forward()
         self.times.begin_forward()
 
     def _check_not_cast(self, indices: Sequence[int]) -> None:
-        """Raise RuntimeError if parameters were cast or moved after the model was wrapped: autograd drops their hooks.
-
-        A cast that was undone shows in the autograd node. To save time, only the nodes of ``indices`` are compared.
-        """
-        if self._upcast_stream is not None:
-            return
-        index: int | None
-        dtypes = [parameter.dtype for parameter in self.parameters]
-        if dtypes != self._dtypes:
-            index = next(i for i, (now, before) in enumerate(zip(dtypes, self._dtypes, strict=True)) if now != before)
-        else:
-            index = self._autograd_hooks.find_lost(indices)
-        if index is not None:
-            self._fail_and_raise(errors.PARAMETER_CAST.format(name=self.options.names[index]))
+        """Raise RuntimeError if parameters were cast or moved after wrapping, so that autograd drops their hooks."""
+        if self._upcast_stream is None and (index := self._autograd_hooks.find_lost(indices)) is not None:
+            self._fail_and_raise(
+                f"{self.options.names[index]} was cast to another dtype or moved to another device after the model was "
+                "wrapped. Its gradients would no longer be averaged. Cast or move a model before you wrap it."
+            )
 
     @torch_internals.not_compiled
     def _rebuild_buckets(self) -> bool:
-        """Rebuild the buckets once, in rank 0's order of ready gradients; returns whether that was done. A collective
-        call.
+        """Rebuild the buckets once, in rank 0's order of ready gradients; returns whether that was done.
 
-        Never if backwards may leave out different parameters: ranks could not agree on when.
+        A collective call. Not if backwards may leave out different parameters: ranks could not agree on when.
         """
         self._check_reducer_finalized()
         order = self._backward.ready_order
@@ -200,8 +192,9 @@ class Reducer:
         if self.has_rebuilt_buckets or not may_rebuild or not order:
             return False
         with self.leaving("the rebuild of the buckets"):
-            limits = self.bucket_limits = rebuilt_limits(self.options, self.hook.state)
-            self._set_buckets(rebuild_buckets(self.options, limits, order + self._unused, self.exchange.transport))
+            self.bucket_limits = bucketing.rebuilt_limits(self.options, self.hook.state)
+            parameters, transport = order + self.unused, self.exchange.transport
+            self._set_buckets(bucketing.rebuild_buckets(self.options, self.bucket_limits, parameters, transport))
         self._backward.ready_order = order
         self.has_rebuilt_buckets = True
         return True
@@ -219,9 +212,8 @@ class Reducer:
             unused = find_unused(outputs, nodes)
             self._check_not_cast(unused)
             if self.times.iterations > 1:
-                self._graph_seems_static &= unused == self._unused
-            self._unused = unused
-        self.times.unused_bytes = sum(self.parameters[i].nbytes for i in self._unused)
+                self._graph_seems_static &= unused == self.unused
+            self.unused = unused
 
     def _check_reducer_finalized(self) -> None:
         """Raise RuntimeError if the last backward left buckets incomplete."""
@@ -235,7 +227,10 @@ class Reducer:
         if self._backward.missing:
             self._fail_and_raise(self._unfinished())
         if self.is_finalized_by_caller:
-            self._fail_and_raise(errors.NOT_FINALIZED)
+            self._fail_and_raise(
+                "finalize_backward() was not called for the last backward pass, whose gradients are not averaged. Call "
+                "it after every synchronized backward pass, or set require_manual_backward_finalization to False."
+            )
         self._fail("the backward pass raised an exception after all buckets were launched")
         self.exchange.connections.check()
 
@@ -283,12 +278,13 @@ class Reducer:
                     continue
                 backward = self._backward
                 self._mark_ready(ready)
-                for index in ready:
-                    if backward.expected_last[index]:
-                        other = hooks.expect_one(buckets[self._bucket_of[index]].members, backward.ready)
-                        if other is not None:
-                            backward.expected_last[other] = 1
-                if backward.n_launched == len(buckets) and not self.is_finalized_by_caller:
+                if backward.n_launched < len(buckets):
+                    members = buckets[backward.n_launched].members
+                    # The last one usually comes last. If it has come, the order may be the opposite.
+                    is_first_guess = backward.expected_in != backward.n_launched
+                    hooks.expect(reversed(members) if is_first_guess else members, backward.ready)
+                    backward.expected_in = backward.n_launched
+                elif not self.is_finalized_by_caller:
                     queue_callback(self._finalize)
             self._incoming = None
 
@@ -310,7 +306,12 @@ class Reducer:
         """The first gradient of a further backward has come in."""
         feature = "mixed_precision" if self._upcast_stream is not None else "join()" if self._is_in_join else None
         if feature is not None:
-            self._fail_and_raise(errors.CANNOT_REDUCE_AGAIN.format(feature=feature))
+            self._fail_and_raise(
+                "A second backward pass of one synchronized forward pass, or a backward pass of an earlier forward "
+                f"pass than the latest, cannot be averaged with {feature}. Call backward() once after each forward "
+                "pass: add up the losses, or use no_sync() for the forward passes whose gradients another one will "
+                "average."
+            )
         order = self._backward.ready_order
         self._backward = Backward(self.buckets, len(self.parameters), Phase.AGAIN, may_leave_out=True)
         self._backward.ready_order = order  # for the rebuild of the buckets
@@ -333,13 +334,13 @@ class Reducer:
         """Begin the reduction at the first ready gradient; count unused parameters as ready."""
         self._start_exchange()
         self.times.record("backward_compute_time_start")
-        self._autograd_hooks.defer(self._backward.deferrable(self.buckets, first, self._unused, self.static_calls))
-        if self._unused:
-            self._mark_ready(self._unused)
+        self._autograd_hooks.deferred[:] = self._backward.deferrable(first, self.unused, self.static_calls)
+        if self.unused:
+            self._mark_ready(self.unused)
 
     def _start_exchange(self) -> None:
         try:
-            self.exchange.begin_backward(self, self.hook.has_groups)
+            self.exchange.begin_backward(self.hook.has_groups)
             if self._backward.is_again:
                 self.exchange.agree_to_reduce_again()
             self._divisor = n_live = self.exchange.process_group.size()
@@ -356,7 +357,7 @@ class Reducer:
             raise
         self._backward.phase = Phase.REDUCING
         if self.skip_unused and self._live_ranks is None:  # a rank that has joined cannot know what is unused
-            unused = set() if self._backward.is_again else set(self._unused)
+            unused = set() if self._backward.is_again else set(self.unused)
             self._backward.skipped = {bucket.position for bucket in self.buckets if unused.issuperset(bucket.members)}
             last = max({bucket.position for bucket in self.buckets} - self._backward.skipped, default=None)
             for bucket in self.buckets:
@@ -367,7 +368,7 @@ class Reducer:
         backward, buckets, n_pending = self._backward, self.buckets, self._backward.n_pending
         for index in indices:
             if backward.ready[index]:
-                name = errors.as_pytorch_names(self.options.names[index])
+                name = errors.pytorch_name(self.options.names[index])
                 self._fail_and_raise(errors.MARKED_TWICE.format(index=index, name=name))
             backward.ready[index] = 1
             n_pending[self._bucket_of[index]] -= 1
@@ -382,13 +383,9 @@ class Reducer:
                 self._used.exchange(self.exchange.transport, self.exchange.n_passes)
 
     def _unfinished(self) -> str:
-        return errors.unfinished(
-            dist.get_rank(self.exchange.process_group),
-            self.options.names,
-            self._backward.missing,
-            static_graph=self.static_graph,
-            find_unused=self.find_unused_parameters,
-        )
+        rank = dist.get_rank(self.exchange.process_group)
+        names, missing = self.options.names, self._backward.missing
+        return errors.unfinished(rank, names, missing, self.static_graph, self.find_unused_parameters)
 
     # Phase 3: buckets are launched.
 
@@ -435,14 +432,14 @@ class Reducer:
 
         The gradients of delayed parameters are averaged while the buckets are in flight.
         """
-        if self.delayed is not None:
+        if self._delayed is not None:
             with self.leaving("the all-reduce of the delayed parameters"), torch.no_grad():
-                self._all_reduce(self.delayed.collect().div_(self._divisor))
+                self._all_reduce(self._delayed.collect().div_(self._divisor))
         backward, connections = self._backward, self.exchange.connections
         backward.phase = Phase.DONE
         # Hooks divide by the world size, but joined ranks sent zeros: rescale.
         scale = self.exchange.process_group.size() / self._divisor if self.hook.is_registered else 1
-        self.times.n_reduced = len(backward.futures) - backward.futures.count(None)
+        self.n_reduced = len(backward.futures) - backward.futures.count(None)
         try:
             with profiler_range("gradwire::wait for buckets"), torch.no_grad():
                 connections.finish()
@@ -453,29 +450,29 @@ class Reducer:
                 for index, bucket in enumerate(self.buckets):
                     if backward.futures[index] is not None:
                         self._finish(index, bucket, scale)
-                for future in self._post_backward_futures:
-                    future.wait()
+                if self._post_backward_futures:
+                    self.wait_for_post_backward_futures()
         except BaseException as error:
             self._leave_after(error, "the end of the backward pass")
             raise
-        connections.end_exchange(self)
+        connections.end_exchange(self.exchange)
         if self.hook.has_groups:
             self.exchange.note_groups()
         for bucket in self.buckets:
             bucket.release()
         backward.futures.clear()
         self.times.record("backward_comm_time_end")
-        if self._live_ranks is not None or self._post_backward_futures:
+        if self._live_ranks is not None:
             self._forget_forward()
         if backward.is_again:
             self._used.clear()
             self._used = self._used_before
         elif backward.may_leave_out and not self.static_graph:  # with a static graph, found in its first backward
             self._used.clear()
-        if self.delayed is not None and self._runs_optimizers:
-            run_optimizers(self.delayed.parameters)
+        if self._delayed is not None and self.runs_optimizers:
+            run_optimizers(self._delayed.parameters)
         if self._upcast_stream is not None and self.skip_unused:  # PyTorch's hook does not see a skipped bucket
-            restore_parameters(self.parameters)
+            torch_internals.restore_parameters(self.parameters)
         self._count_reduction()
 
     def _finish(self, index: int, bucket: ReducerBucket, scale: float) -> None:
@@ -486,17 +483,18 @@ class Reducer:
         result = value if isinstance(value, Tensor) else value[0]  # the future of a collective has a list
         used = {k: self._used.used_anywhere(bucket.members[k]) for k in bucket.stand_ins} if bucket.stand_ins else {}
         bucket.finish(result, scale, used, self.hook.take_back)
-        if self._runs_optimizers:
+        if self.runs_optimizers:
             futures[index] = None  # applied: must not return to the error memory if a later bucket fails
             run_optimizers(bucket.parameters())
 
     def _count_reduction(self) -> None:
-        """Ranks rebuild their buckets together, after a reduction from which all but those that have joined, or that
-        count the calls of a static graph late, have an order. In a static graph it is the second one.
+        """Ranks rebuild their buckets together, after the first reduction, or the second one of a static graph.
+
+        A rank without an order of ready gradients, because it has joined or counts late, takes the model's.
         """
         backward = self._backward
         if not backward.ready_order and (self._has_reduced or not self.static_graph):
-            backward.ready_order = [i for i in range(len(self.parameters)) if i not in self._unused]
+            backward.ready_order = [i for i in range(len(self.parameters)) if i not in self.unused]
         self._has_reduced = True
 
     # The end of a backward that the caller finalizes.
@@ -504,22 +502,24 @@ class Reducer:
     def set_finalized_by_caller(self, required: bool) -> None:
         """Choose whether `finalize_backward` ends a backward; see `DistributedDataParallel.finalize_backward`."""
         if self._backward.phase is Phase.REDUCING:
-            why = "require_manual_backward_finalization changes within a backward pass"
-            self._raise(errors.CANNOT_FINALIZE.format(why=why))
+            self._refuse_to_finalize("require_manual_backward_finalization changes within a backward pass")
         self.is_finalized_by_caller = required
 
     def finalize_backward(self) -> None:
         """End a backward that has returned; see `DistributedDataParallel.finalize_backward`."""
-        why = None
         if not self.is_finalized_by_caller:
-            why = "require_manual_backward_finalization is False"
-        elif current_backward() != NO_BACKWARD:
-            why = "a backward pass runs, which may still read gradients"
-        elif self._backward.phase is not Phase.REDUCING or self._backward.n_launched < len(self.buckets):
-            why = "no complete reduction is in flight"
-        if why is not None:
-            self._raise(errors.CANNOT_FINALIZE.format(why=why))
+            self._refuse_to_finalize("require_manual_backward_finalization is False")
+        if current_backward() != NO_BACKWARD:
+            self._refuse_to_finalize("a backward pass runs, which may still read gradients")
+        if self._backward.phase is not Phase.REDUCING or self._backward.n_launched < len(self.buckets):
+            self._refuse_to_finalize("no complete reduction is in flight")
         self._finalize()
+
+    def _refuse_to_finalize(self, why: str) -> NoReturn:
+        self._raise(
+            f"finalize_backward() cannot run: {why}. Set require_manual_backward_finalization to True, and call "
+            "finalize_backward() once after every synchronized backward pass."
+        )
 
     # Errors: this rank leaves the exchange.
 
@@ -551,12 +551,12 @@ class Reducer:
     def _fail(self, cause: str, is_of_peer: bool = False) -> str | None:
         """Leave the exchange and discard this step. Returns the error of another rank that left before this one."""
         self.error = cause
-        elsewhere = self.exchange.fail(self, self.times.iterations, cause, is_of_peer)
+        elsewhere = self.exchange.fail(self.times.iterations, cause, is_of_peer)
         if (take_back := self.hook.take_back) is not None:
             for bucket, result in zip(self.buckets, self._backward.take_values(), strict=False):  # none between steps
                 if result is not None and isinstance(bucket, DenseBucket):
                     with suppress(Exception), torch.no_grad():  # never applied: back to the hook's error memory
-                        bucket.give_back(result if isinstance(result, Tensor) else result[0], take_back)
+                        bucket.discard(result if isinstance(result, Tensor) else result[0], take_back)
         self._backward.futures.clear()  # a frame of the error's traceback may hold them, and a future holds its error
         self._forget_forward()
         self.forward_is_running = False
@@ -597,44 +597,13 @@ class Reducer:
         self.static_graph = self._may_leave_out = True
 
     def _delay_all_reduce(self) -> None:
-        """Reduce all buckets at the end of the first backward of a static graph, and keep the counts of its hooks'
-        calls.
-        """
+        """Reduce all buckets at the end of the first backward of a static graph, and keep the calls of its hooks."""
         if self._backward.phase is Phase.DONE:  # no_sync counts nothing
             return
         self.static_calls = self._backward.calls
-        self._unused = [index for index, calls in enumerate(self.static_calls) if calls == 0]
-        self._check_not_cast(self._unused)
+        self.unused = [index for index, calls in enumerate(self.static_calls) if calls == 0]
+        self._check_not_cast(self.unused)
         self._reduce_all()
-
-    def _ddp_graph_static(self) -> bool:
-        """Whether every backward so far has left out the same parameters."""
-        return self._graph_seems_static
-
-    def _get_local_used_map(self) -> Tensor:
-        """The number of ranks that had a gradient for each parameter in the last backward: int32."""
-        return self._used.counts
-
-    def _set_optimizer_in_backward(self) -> None:
-        """Step a parameter's attached optimizers as soon as its gradient is reduced, and clear the gradient."""
-        self._runs_optimizers = True
-
-    def _install_post_backward_futures(self, futures: Sequence[Future[Any]]) -> None:
-        """Wait for these futures, too, at the end of the backward."""
-        self._post_backward_futures += futures
-
-    def wait_for_post_backward_futures(self) -> None:
-        """Wait for them now: no end of a backward will."""
-        futures, self._post_backward_futures = self._post_backward_futures, []
-        for future in futures:
-            future.wait()
-
-    def _remove_autograd_hooks(self) -> None:
-        self._autograd_hooks.remove()
-
-    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """After the first iterations, time one in ``sample_rate``."""
-        self.times.sample_rate = sample_rate
 
     # Mixed precision.
 
@@ -643,6 +612,10 @@ class Reducer:
         self._upcast_stream = self.hook.state.upcast_stream
         self._autograd_hooks.remove()  # PyTorch's class sets hooks on the copies
         self._set_buckets([bucket.members for bucket in self.buckets])
+
+    def _autograd_hook(self, index: int) -> None:
+        """With mixed precision: the gradient of a parameter's copy has come in."""
+        self._autograd_hooks.record(index)
 
     # `join`: a rank without inputs joins the collectives of the others.
 
@@ -657,7 +630,7 @@ class Reducer:
         exchange = self.exchange
         exchange.begin_forward()
         with self.leaving("a backward pass of the ranks with inputs left"):
-            exchange.begin_backward(self, self.hook.has_groups)
+            exchange.begin_backward(self.hook.has_groups)
             buckets: list[ReducerBucket] = [bucket.with_zeros(self.hook.is_zero_copy) for bucket in self.buckets]
             futures = []
             for bucket in buckets:
@@ -665,23 +638,21 @@ class Reducer:
                 futures.append(self._run_comm_hook(bucket))
             counts = self._used.exchange_none(exchange.transport) if self._may_leave_out else ()
             unused = {name for name, count in zip(self.options.names, counts, strict=False) if count == 0}
-            if self.delayed is not None:
-                self._all_reduce(torch.zeros_like(self.delayed.buffer))
+            if self._delayed is not None:
+                self._all_reduce(torch.zeros_like(self._delayed.buffer))
             exchange.connections.finish()
+            take_back = self.hook.take_back
             for bucket, future in zip(buckets, futures, strict=True):
                 value: Any = wait_for(future, exchange.check_in_step)
-                if unused.intersection(bucket.parameter_names()):  # nothing of them is applied on any rank
-                    self._take_back(bucket, value if isinstance(value, Tensor) else value[0], unused)
-        exchange.connections.end_exchange(self)
+                if unused and take_back is not None and isinstance(bucket, DenseBucket):
+                    # Nothing of unused parameters is applied on any rank.
+                    result = value if isinstance(value, Tensor) else value[0]
+                    bucket.discard(result, lambda name, sent: take_back(name, sent) if name in unused else None)
+        exchange.connections.end_exchange(exchange)
         exchange.note_groups()
         if not self.static_graph:
             self._used.clear()
         self._count_reduction()
-
-    def _take_back(self, bucket: ReducerBucket, result: Tensor, names: Collection[str]) -> None:
-        """Return what was sent of these parameters to the hook's error memory."""
-        if (take_back := self.hook.take_back) is not None and isinstance(bucket, DenseBucket):
-            bucket.give_back(result, lambda name, sent: take_back(name, sent) if name in names else None)
 
     def _all_reduce(self, tensor: Tensor) -> None:
         """Sum a tensor over the ranks, in place, and wait for it."""
@@ -689,15 +660,42 @@ class Reducer:
         (work,) = transport.start(transport.all_reduce(tensor))
         transport.wait(work, self.exchange.check_in_step)
 
+    # Further methods of PyTorch's reducer.
+
+    def _ddp_graph_static(self) -> bool:
+        """Whether every backward so far has left out the same parameters."""
+        return self._graph_seems_static
+
+    def _get_local_used_map(self) -> Tensor:
+        """The number of ranks that had a gradient for each parameter in the last backward: int32."""
+        return self._used.counts
+
+    def _install_post_backward_futures(self, futures: Sequence[Future[Any]]) -> None:
+        """Wait for these futures, too, at the end of the backward, or of a forward without one."""
+        self._post_backward_futures += futures
+
+    def wait_for_post_backward_futures(self) -> None:
+        """Wait for the futures of `_install_post_backward_futures`."""
+        futures, self._post_backward_futures = self._post_backward_futures, []
+        for future in futures:
+            future.wait()
+
     def _run_allreduce_hook(self, bucket: ReducerBucket) -> Future[Tensor]:
         return self.exchange.transport.start_all_reduce(bucket.buffer())
+
+    def _remove_autograd_hooks(self) -> None:
+        self._autograd_hooks.remove()
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """After the first iterations, time one in ``sample_rate``."""
+        self.times.sample_rate = sample_rate
 
     # Training on a changing set of ranks, and after errors.
 
     def _reset_state(self) -> None:
         """Rebuild the buckets after the next backward, and count a static graph's calls again."""
         self.static_calls = None
-        self._unused = []
+        self.unused = []
         self._used = UsedParameters(len(self.parameters), self.exchange.device)
         if self.drift is not None:
             self.drift.restart()
@@ -711,14 +709,14 @@ class Reducer:
             self._fail(cause)
         if self._upcast_stream is not None:  # the failed backward has left copies in place of the parameters
             state = self.hook.state
-            restore_parameters(state.ddp_weakref().module.parameters())
+            torch_internals.restore_parameters(state.ddp_weakref().module.parameters())
             state.wait_for_stream_enqueued = False
 
     def restart(self) -> None:
         """Return to the state after construction, with the first buckets, equal on all ranks."""
         self._reset_state()
         self.exchange.restart()
-        self._set_buckets(assign_first_buckets(self.options))
+        self._set_buckets(bucketing.assign_first_buckets(self.options))
 
     def _update_process_group(self, process_group: dist.ProcessGroup) -> None:
         """Average over other ranks from now on, as does a hook's state that had the process group."""
@@ -760,7 +758,7 @@ class Backward:
         self.ready = bytearray(n_parameters)  # 1 for each parameter whose gradient is ready
         self.ready_order: list[int] = []  # of parameters, as autograd completed their gradients; without unused ones
         self.n_pending = [len(bucket.members) for bucket in buckets]  # gradients that each bucket still waits for
-        self.expected_last = bytearray(n_parameters)  # 1 for the only parameter of its bucket whose hook notifies
+        self.expected_in = -1  # position of the bucket of which a hook is not deferred, so that its end is noticed
         self.calls = [0] * n_parameters  # of each parameter's autograd hook, with a static graph
         self.n_launched = 0  # buckets, skipped ones included
         self.skipped: set[int] = set()  # positions of the buckets that are not reduced: no parameter of them is used
@@ -789,13 +787,8 @@ class Backward:
                 del future  # it holds the error, too
         return values
 
-    def deferrable(
-        self, buckets: Sequence[ReducerBucket], first: int, unused: Sequence[int], expected_calls: Sequence[int] | None
-    ) -> bytearray:
-        """The mask of parameters whose autograd hooks need only record: see `AutogradHooks`.
-
-        Not the one expected last in each bucket, nor gradients that come ``first``, never, or in several calls.
-        """
+    def deferrable(self, first: int, unused: Sequence[int], expected_calls: Sequence[int] | None) -> bytearray:
+        """The `AutogradHooks.deferred` to begin with: not gradients that come ``first``, never, or in several calls."""
         mask = bytearray(b"\1") * len(self.ready)
         for index in unused:
             mask[index] = 0
@@ -803,11 +796,6 @@ class Backward:
             for index, (expected, calls) in enumerate(zip(expected_calls, self.calls, strict=True)):
                 if expected - calls > 1:
                     mask[index] = 0
-        for bucket in buckets:
-            for last in reversed(bucket.members):
-                if mask[last]:
-                    mask[last], self.expected_last[last] = 0, 1
-                    break
         mask[first] = 0
         return mask
 
@@ -817,7 +805,8 @@ class AutogradHooks:
 
     A call from autograd into Python is the largest cost of a small parameter in a backward, and a bucket waits for its
     last gradient. So the hook of a *deferred* parameter only records its index, once; the next hook that is not
-    deferred calls ``notify``, which takes all recorded indices.
+    deferred calls ``notify``, which takes all recorded indices. One gradient that the next bucket waits for is always
+    not deferred.
 
     Args:
         parameters: the parameters, by index. None of their hooks is deferred.
@@ -827,42 +816,44 @@ class AutogradHooks:
     Attributes:
         nodes: the autograd node of each parameter that accumulates its gradient.
         recorded: indices of completed gradients that ``notify`` has not taken yet, in order. Other threads append.
+        deferred: 1 for each parameter whose next hook only records. The hook sets it back to 0.
     """
 
     def __init__(self, parameters: Sequence[Tensor], notify: Callable[[Tensor | None], None]) -> None:
-        self._parameters = parameters
+        self._parameters, self._dtypes = parameters, [parameter.dtype for parameter in parameters]
         self.nodes = [torch_internals.gradient_node(parameter) for parameter in parameters]
         self.recorded: list[int] = []
-        self._deferred = bytearray(len(parameters))
+        self.deferred = bytearray(len(parameters))
         # The nodes must not keep the reducer alive: a module may be wrapped again, and the old reducer is then freed.
         method = weakref.WeakMethod(notify)
-        self._hooks = [_make_hook(index, self.recorded, self._deferred, method) for index in range(len(self.nodes))]
+        self._hooks = [_make_hook(index, self.recorded, self.deferred, method) for index in range(len(self.nodes))]
         self._handles = [node.register_hook(hook) for node, hook in zip(self.nodes, self._hooks, strict=True)]
         weakref.finalize(self, _remove_all, self._handles)
 
     def reset(self) -> None:
         """Drop the recorded indices, and defer no hook any longer."""
         self.recorded.clear()
-        self._deferred[:] = bytes(len(self._deferred))
+        self.deferred[:] = bytes(len(self.deferred))
 
     def record(self, index: int) -> None:
         """Act as the hook of a parameter whose gradient came through another autograd node."""
         self._hooks[index](None, (None,))
 
-    def defer(self, mask: bytes | bytearray) -> None:
-        """Defer the hooks of the parameters that have a 1 in ``mask``, once each; no others."""
-        self._deferred[:] = mask
-
-    def expect_one(self, members: Iterable[int], ready: bytearray) -> int | None:
-        """Stop deferring one of these parameters whose gradient is not ready; returns it. None if none is deferred."""
+    def expect(self, members: Iterable[int], ready: bytearray) -> None:
+        """Stop deferring the hook of the first of these parameters whose gradient is not ready."""
         for index in members:
-            if self._deferred[index] and not ready[index]:
-                self._deferred[index] = 0
-                return index
-        return None
+            if not ready[index]:
+                self.deferred[index] = 0
+                return
 
     def find_lost(self, indices: Iterable[int]) -> int | None:
-        """The first of these parameters whose gradient another node accumulates, without the hook; None if none."""
+        """The first parameter that has lost its hook, or None: by a cast, or by a change of node among ``indices``.
+
+        A cast that was undone, and a move, show in the node only.
+        """
+        dtypes = [parameter.dtype for parameter in self._parameters]
+        if dtypes != self._dtypes:
+            return next(i for i, (now, before) in enumerate(zip(dtypes, self._dtypes, strict=True)) if now != before)
         for index in indices:
             parameter = self._parameters[index]
             if parameter.requires_grad and torch_internals.gradient_node(parameter) is not self.nodes[index]:
@@ -916,8 +907,6 @@ class StepTimes:
         self.sample_rate = 100
         self.iterations = 0  # synchronized forwards so far
         self.reported = 0  # index of the last timed iteration, which PyTorch reports as the iteration
-        self.unused_bytes = 0  # size of the parameters that the last backward left out on this rank
-        self.n_reduced = 0  # buckets that the last backward reduced
         self._device, self._is_gpu = device, device.type == "cuda"
         self._is_timed = False
         self._marks: dict[str, Any] = {}  # nanoseconds, or on a GPU events
@@ -944,12 +933,9 @@ class StepTimes:
         if self._is_gpu and is_capturing(self._device):
             self._is_timed, self._marks, self._unix_times = False, {}, {}
             return
+        self._marks[event] = torch.cuda.Event(enable_timing=True) if self._is_gpu else time.perf_counter_ns()
         if self._is_gpu:
-            now = torch.cuda.Event(enable_timing=True)
-            now.record(torch.cuda.current_stream(self._device))
-            self._marks[event] = now
-        else:
-            self._marks[event] = time.perf_counter_ns()
+            self._marks[event].record(torch.cuda.current_stream(self._device))
         self._unix_times[event] = time.time_ns()
 
     def _settle(self) -> None:
@@ -962,15 +948,13 @@ class StepTimes:
             self._last[name] = max(0, int(1e6 * begin.elapsed_time(end)) if self._is_gpu else end - begin)
             self._sums[name] = self._sums.get(name, 0) + self._last[name]
         self._n_timed += 1
-        self._is_timed = False
-        self._marks = {}
+        self._is_timed, self._marks = False, {}
 
     def summary(self) -> dict[str, int]:
         """The last durations, the Unix times of their events, and the averages, under PyTorch's names."""
         self._settle()
         averages = {f"avg_{name}": total // self._n_timed for name, total in self._sums.items()}
-        counts = {"unused_parameter_size": self.unused_bytes, "num_buckets_reduced": self.n_reduced}
-        return self._last | self._unix_times | averages | counts
+        return self._last | self._unix_times | averages
 
 
 def _make_output_hook(reference: weakref.ref[Reducer]) -> Callable[[Tensor], None]:

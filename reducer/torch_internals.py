@@ -42,13 +42,11 @@ with private_names():
         "_active_ddp_module",
         "_build_params_for_reducer",
         "_check_and_sync_module_buffers",
-        "_check_comm_hook",
         "_check_global_requires_backward_grad_sync",
         "_check_sync_bufs_post_fwd",
         "_ddp_init_helper",
         "_distributed_broadcast_coalesced",
         "_find_common_rank",
-        "_fire_reducer_autograd_hook",
         "_get_ddp_logging_data",
         "_log_and_throw",
         "_module_wait_for_copy_hook",
@@ -73,9 +71,7 @@ with private_names():
 
 
 def gradient_node(tensor: Tensor) -> Node:
-    """The node that receives the tensor's gradient, for a parameter AccumulateGrad; lives only while it is
-    referenced.
-    """
+    """The node that receives the tensor's gradient, for a parameter AccumulateGrad; lives while it is referenced."""
     return get_gradient_edge(tensor).node
 
 
@@ -136,6 +132,21 @@ def optimizer_hooks() -> Mapping[Tensor, Sequence[RemovableHandle]]:
 
     handles: Mapping[Tensor, Sequence[RemovableHandle]] = param_to_optim_hook_handle_map
     return handles
+
+
+def restore_parameters(parameters: Iterable[Tensor]) -> None:
+    """With mixed precision: point parameters back at their own values after a forward without a backward."""
+    for parameter in parameters:
+        if hasattr(parameter, "_mp_param"):
+            parameter.data = parameter._fp_param  # type: ignore[attr-defined]
+
+
+def remove_copy_hooks(parameters: Iterable[Tensor]) -> None:
+    """Remove the hooks on the gradients of the parameters' copies: PyTorch removes only those of the last forward."""
+    for parameter in parameters:
+        if hasattr(parameter, "_ddp_mp_hook_state"):
+            parameter._ddp_mp_hook_state[1].remove()
+            del parameter._ddp_mp_hook_state
 
 
 def not_compiled(function: Callable[P, T]) -> Callable[P, T]:

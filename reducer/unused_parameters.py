@@ -45,17 +45,13 @@ class UsedParameters:
         self.local = bytearray(n_parameters)  # 1 for each parameter that has a gradient on this rank
         # Number of ranks that have a gradient for each parameter, as last exchanged.
         self.counts = torch.zeros(n_parameters, dtype=torch.int32, device=device)
-        self._passes = self.counts[:0]  # `Exchange.n_passes` of each rank, as last exchanged
+        self._passes = self.counts[:0]  # `Exchange.n_passes` of each rank, as last exchanged; 0: it has joined
         self._device = device
         self._wait: Callable[[], None] | None = None  # waits for the exchange in flight
         self._counts_on_host: list[int] | None = None  # `counts` after the exchange
 
-    def exchange(self, transport: GroupTransport, n_passes: int = 0) -> None:
-        """Start to sum `local` over the ranks, and to share ``n_passes``. A collective call; `used_anywhere` waits for
-        it.
-
-        ``n_passes``: `Exchange.n_passes`; 0 on a rank that has joined.
-        """
+    def exchange(self, transport: GroupTransport, n_passes: int) -> None:
+        """Start to sum `local` over the ranks, and to share `Exchange.n_passes`. A collective call."""
         passes = [n_passes if rank == transport.rank else 0 for rank in range(transport.world_size)]
         message = upload([*self.local, *passes], self._device).to(torch.int32)
         self.counts, self._passes = message.split([len(self.local), len(passes)])

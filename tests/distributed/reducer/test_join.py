@@ -105,11 +105,11 @@ def test_default_reduction_outside_cpus_divides_by_bucket_divisor(monkeypatch, v
     monkeypatch.setattr(reducer, "reduce_bucket", lambda *arguments, **_: submitted.append(arguments[2]))
     local = [torch.randn(shape, generator=torch.Generator().manual_seed(0)) for shape in ((5, 7), (11,), ())]
     parameters = [nn.Parameter(torch.zeros_like(each)) for each in local]
-    for parameter, gradient in zip(parameters, local, strict=True):
-        parameter.grad = gradient.clone()
     names = [str(i) for i in range(len(parameters))]
     spec = BucketSpec(index=0, is_last=True, members=[0, 1, 2], parameters=parameters, names=names)
     bucket, transport = DenseBucket(spec, as_view=view), LocalTransport()
+    for parameter, gradient in zip(parameters, local, strict=True):
+        parameter.grad = gradient.clone()
     bucket.divisor = 5
     bucket.collect(zero_copy=True)
     reducer.default_reduction(SimpleNamespace(connections=None, has_streams=True), bucket)

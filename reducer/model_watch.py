@@ -1,0 +1,72 @@
+"""`ModelWatch`: finds parameters that are replaced, added or unfrozen after the model was wrapped."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import cache
+from itertools import count
+from operator import attrgetter
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules import module as modules
+
+FORWARDS_BETWEEN_CHECKS = 64  # also after changes that bypass `nn.Module.register_parameter`
+
+_requires_grad = attrgetter("requires_grad")
+_registrations = count()
+_latest = -1  # number of the latest registration of a parameter or a submodule, in any module of this process
+
+
+@cache
+def _count_registrations() -> None:
+    def counted(_: nn.Module, __: str, ___: Any) -> None:
+        global _latest
+        _latest = next(_registrations)
+
+    modules.register_module_parameter_registration_hook(counted)
+    modules.register_module_module_registration_hook(counted)
+
+
+class ModelWatch:
+    """Compares the trainable parameters of a model with the ones that its reducer averages.
+
+    Names are compared after a parameter was registered in this process, which assignments and
+    ``load_state_dict(assign=True)`` do, too, and every `FORWARDS_BETWEEN_CHECKS` forwards. Other forwards cost less
+    than 1 us, and 0.03 us for each frozen parameter.
+    """
+
+    def __init__(self, module: nn.Module, known: Collection[Tensor], ignored: Collection[str]) -> None:
+        _count_registrations()
+        self._module = module
+        self._known = set(known)  # kept alive: no other parameter may get the same id()
+        # Wrappers of submodules, such as checkpointing's, change names.
+        self._known.update(parameter for name, parameter in module.named_parameters() if name in ignored)
+        self._ignored = ignored
+        self._remember()
+
+    def _remember(self) -> None:
+        self._seen = _latest
+        self._forwards = 0
+        self._frozen = [
+            parameter
+            for name, parameter in self._module.named_parameters()
+            if not parameter.requires_grad and name not in self._ignored
+        ]
+
+    def find_unknown(self) -> str | None:
+        """The name of a trainable parameter that is not averaged; None if there is none."""
+        self._forwards += 1
+        if (
+            self._seen == _latest
+            and self._forwards < FORWARDS_BETWEEN_CHECKS
+            and not any(map(_requires_grad, self._frozen))
+        ):
+            return None
+        for name, parameter in self._module.named_parameters():
+            # `torch.func.functional_call` replaces parameters by plain tensors.
+            is_trained = parameter.requires_grad and isinstance(parameter, nn.Parameter)
+            if is_trained and name not in self._ignored and parameter not in self._known:
+                return name
+        self._remember()
+        return None

@@ -1,0 +1,116 @@
+"""`resynchronize`: after an error, all ranks start over from the same state."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradwire.comm.connections import connections_of, existing_connections
+from gradwire.comm.rank_differences import check_collectives, format_by_rank
+from gradwire.comm.store_collectives import gather_json
+from gradwire.comm.torch_internals import all_groups, collective_counts, unique_name
+from gradwire.hooks._handshake import digest
+from gradwire.hooks.hook_state import HookState, share_hook_state
+from gradwire.reducer.exchange import Exchange
+from gradwire.reducer.model_sync import broadcast_coalesced
+from gradwire.reducer.reducer import Reducer
+
+CALL = "resynchronize()"
+
+
+def resynchronize(
+    reducer: Reducer, parameters: Mapping[str, Tensor], buffers: Sequence[Tensor], from_rank: int | None, limit: int
+) -> None:
+    """Replace the connections, restart the reducer, and share the state of ``from_rank``. A collective call.
+
+    All checks come before any change, on facts exchanged through the store: collectives may be stuck. Parameters and
+    buffers are broadcast in messages of about ``limit`` bytes.
+    """
+    exchange, group = reducer.exchange, reducer.exchange.process_group
+    reducer.leave(f"{CALL} was called")
+    groups = {unique_name(each): each for each in (all_groups() if reducer.hook.has_groups else [group])}
+    mine = {
+        "from_rank": from_rank if from_rank is None or type(from_rank) is int else repr(from_rank),
+        "parameters": digest(parameters),
+        "groups": {name: _group_facts(exchange, each) for name, each in groups.items()},
+    }
+    by_rank = gather_json(group, CALL, mine)
+    _check_source([one["from_rank"] for one in by_rank])
+    used = {name for one in by_rank for name, facts in one["groups"].items() if facts["is used"]}
+    facts_of = {name: [one["groups"][name] for one in by_rank if name in one["groups"]] for name in sorted(used)}
+    for name, facts in facts_of.items():
+        which = "itself" if name == unique_name(group) else f"{name}, which the communication hook uses"
+        check_collectives([one["collectives"] for one in facts], which)
+    if from_rank is None and len({one["parameters"] for one in by_rank}) > 1:
+        _raise_parameters_differ(group, parameters)
+    for name, facts in facts_of.items():
+        if name in groups and (generation := max(one["generation"] for one in facts)) > 0:
+            connections_of(groups[name]).renew(1 + generation)
+    reducer.restart()
+    with reducer.leaving(CALL), torch.no_grad():
+        source = from_rank or 0
+        if from_rank is not None:
+            tensors = [tensor.detach() for tensor in (*parameters.values(), *buffers)]
+            broadcast_coalesced(tensors, exchange.transport, limit, source)
+        state = reducer.hook.state
+        if isinstance(state, HookState) and state not in exchange.hook_states:
+            share_hook_state(state, exchange.transport, source, group.rank(), exchange.device)
+        source = dist.get_global_rank(group, source)
+        for name, facts in facts_of.items():
+            if name in groups:
+                _share_states_in_hook(exchange, groups[name], [one["states"] for one in facts], source)
+
+
+def _group_facts(exchange: Exchange, group: dist.ProcessGroup) -> dict[str, Any]:
+    connections = existing_connections(group)
+    return {
+        "is used": group is exchange.process_group or group in exchange.hook_groups,
+        "generation": 0 if connections is None else connections.generation,
+        "collectives": collective_counts(group),
+        "states": [state.hook_name for state in exchange.states_on(group)],
+    }
+
+
+def _share_states_in_hook(
+    exchange: Exchange, group: dist.ProcessGroup, hooks_by_rank: Sequence[Sequence[str]], source: int
+) -> None:
+    """Share the states that a user's hook passes to gradwire's hooks on ``group``. A collective call of its ranks.
+
+    All take the states of ``source``, a rank in the default group, or of the group's first rank if it is not in the
+    group. A state that some ranks have not used yet is left to the handshake.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    first = ranks.index(source) if source in ranks else 0
+    for state, names in zip(exchange.states_on(group), zip(*hooks_by_rank, strict=False), strict=False):
+        if len(set(names)) == 1:
+            transport = connections_of(group).transport(CALL, exchange.device)
+            share_hook_state(state, transport, first, group.rank(), exchange.device)
+
+
+def _check_source(ranks: Sequence[Any]) -> None:
+    if any(rank is not None and not (isinstance(rank, int) and 0 <= rank < len(ranks)) for rank in ranks):
+        raise ValueError(
+            f"from_rank is {format_by_rank(ranks)}; expected None or a rank of the process group, 0 to "
+            f"{len(ranks) - 1}."
+        )
+    if len(set(ranks)) > 1:
+        raise ValueError(f"from_rank is {format_by_rank(ranks)}; expected the same on every rank.")
+
+
+def _raise_parameters_differ(group: dist.ProcessGroup, parameters: Mapping[str, Tensor]) -> None:
+    mine = [digest({name: parameter}) for name, parameter in parameters.items()]
+    by_rank = gather_json(group, f"{CALL}: parameters", mine)
+    differing = [name for name, *digests in zip(parameters, *by_rank, strict=True) if len(set(digests)) > 1]
+    alike: dict[str, list[int]] = {}
+    for rank, digests in enumerate(by_rank):
+        alike.setdefault(json.dumps(digests), []).append(rank)
+    raise RuntimeError(
+        f"The parameters differ between the ranks {' and '.join(map(str, alike.values()))}: {len(differing)} of "
+        f"{len(parameters)}, the first of them {differing[0]}. Some ranks have applied the failed step, others have "
+        "not. Call resynchronize(from_rank=...) on every rank to take those of one rank, or restart from a checkpoint."
+    )
