@@ -6,7 +6,7 @@ The computation between them is timed.
 
 import gc
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -79,24 +79,26 @@ def measure_model(
             samples.append([_seconds(begin, between), *(_seconds(between, each) for each in (*launches, end))])
             if _all_agree(len(samples) >= MIN_STEPS and time.monotonic() - started > budget, group, device):
                 break
-    forward, *ready, backward = map(median, zip(*samples, strict=True))
     parameters = [p for spec in specs for p in spec.parameters]
     gradients = [p.grad.detach().clone() for p in parameters if p.grad is not None]
-    cost = ModelCost(
+    return model_cost(samples, gradients, overlap), Buckets(specs, gradients)
+
+
+def model_cost(
+    samples: Sequence[Sequence[float]], gradients: Sequence[Tensor], overlap: Overlap, optimizer: float | None = None
+) -> ModelCost:
+    """The cost of a model, from each step's seconds of the forward, until each bucket is ready, and of the backward."""
+    forward, *ready, backward = map(median, zip(*samples, strict=True))
+    times = [forward + backward for forward, *_, backward in samples]
+    return ModelCost(
         forward=forward,
         backward=backward,
         ready=tuple(ready),
+        optimizer=optimizer,
         gradient_bytes=sum(gradient.nbytes for gradient in gradients),
         overlap=overlap,
-        spread=spread_of(forward + backward for forward, *_, backward in samples),
+        spread=max(times) / min(times),
     )
-    return cost, Buckets(list(specs), gradients)
-
-
-def spread_of(seconds: Iterable[float]) -> float:
-    """The longest time over the shortest."""
-    times = list(seconds)
-    return max(times) / min(times)
 
 
 def measure_optimizer(job: Job, device: torch.device) -> float | None:
@@ -147,7 +149,7 @@ class EqualRanks(Transport):
     """Collectives of ranks that all send the same values, simulated in one process, with gloo's pieces or without."""
 
     def __init__(
-        self, world_size: int, is_gloo: bool, device: torch.device, local_size: int = 1, round_trip: float = 0.0
+        self, world_size: int, is_gloo: bool, device: torch.device, local_size: int, round_trip: float = 0.0
     ) -> None:
         super().__init__(world_size)
         self.local_size, self.round_trip = local_size, round_trip
@@ -214,17 +216,9 @@ class HookProbe:
     """Runs one hook on the buckets of a model and times it; replaces the group's executor by a `TimingExecutor`."""
 
     def __init__(
-        self,
-        name: str,
-        buckets: Buckets,
-        group: dist.ProcessGroup,
-        world_size: int,
-        device: torch.device,
-        local_size: int = 1,
-        round_trip: float = 0.0,
+        self, name: str, buckets: Buckets, group: dist.ProcessGroup, transport: EqualRanks, device: torch.device
     ) -> None:
         self._name, self._gradients, self._device = name, buckets.gradients, device
-        transport = EqualRanks(world_size, dist.get_backend(group) == "gloo", device, local_size, round_trip)
         self._executor = TimingExecutor(transport, device)
         connections_of(group).replace_executor(self._executor, device)
         self._buckets = [DenseBucket(spec, as_view=False) for spec in buckets.specs]
@@ -235,14 +229,13 @@ class HookProbe:
     def measure(self, budget: float) -> HookCost:
         """Measure the cost of the hook, in steps for ``budget`` seconds; at least two are timed."""
         before = _tensor_bytes()
-        started = time.monotonic()
-        for step in range(FIRST_COMPRESSED + 1 + MAX_STEPS):
-            if step == FIRST_COMPRESSED + 1:
-                self._samples = [[] for _ in self._buckets]
-                started = time.monotonic()
+        for _ in range(FIRST_COMPRESSED + 1):
             self._step()
-            if step > FIRST_COMPRESSED + 1 and time.monotonic() - started > budget:
-                break
+        self._samples = [[] for _ in self._buckets]
+        started, steps = time.monotonic(), 0
+        while steps < 2 or (steps < MAX_STEPS and time.monotonic() - started <= budget):
+            self._step()
+            steps += 1
         memory = _tensor_bytes() - before
         medians = [list(map(median, zip(*samples, strict=True))) for samples in self._samples]
         costs = [

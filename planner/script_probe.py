@@ -14,7 +14,7 @@ from gradwire.hooks._bucket import GradBucket
 from gradwire.hooks._names import parameter_names
 from gradwire.hooks.telemetry import Mark
 from gradwire.planner.clock import synchronize
-from gradwire.planner.compute_probe import MAX_STEPS, WARM_UP, Buckets, spec_of, spread_of
+from gradwire.planner.compute_probe import MAX_STEPS, WARM_UP, Buckets, model_cost, spec_of
 from gradwire.planner.jobs import JobError
 from gradwire.planner.model import ModelCost, Overlap
 from gradwire.reducer.bucket import BucketSpec
@@ -40,10 +40,10 @@ class ScriptProbe:
         self._parameters = [parameter for parameter in ddp.parameters() if parameter.requires_grad]
         self.device, self._done = self._parameters[0].device, done
         self._group = ddp.process_group if averages else None
-        self._waiting: list[
-            tuple[GradBucket, Future[Tensor]]
-        ] = []  # buckets of the current backward, and their results
-        self._samples: list[list[float]] = []  # seconds of forward, ready times, backward and rest of each step
+        # Buckets of the current backward, and their results
+        self._waiting: list[tuple[GradBucket, Future[Tensor]]] = []
+        self._samples: list[list[float]] = []  # seconds of forward, ready times and backward of each step
+        self._rests: list[float] = []  # seconds of the rest of each step
         self.specs: list[BucketSpec] = []  # the buckets of the latest step
         self._gradients: list[Tensor] = []
         self._begin = self._between = self._end = Mark(self.device)
@@ -53,7 +53,6 @@ class ScriptProbe:
         self._handles = [ddp.register_forward_pre_hook(before), ddp.register_forward_hook(after)]
 
     def remove(self) -> None:
-        """End the measurement."""
         for handle in self._handles:
             handle.remove()
 
@@ -64,8 +63,8 @@ class ScriptProbe:
             begin = Mark(self.device)
             synchronize(self.device)
             times = [self._begin, self._between, *self._launches, self._end]
-            forward, *ready = (1e-3 * time.milliseconds_since(times[min(k, 1)]) for k, time in enumerate(times[1:]))
-            self._samples.append([forward, *ready, 1e-3 * begin.milliseconds_since(self._end)])
+            self._samples.append([1e-3 * t.milliseconds_since(times[min(k, 1)]) for k, t in enumerate(times[1:])])
+            self._rests.append(1e-3 * begin.milliseconds_since(self._end))
             self._launches = []
             if len(self._samples) == STEPS:
                 self.remove()
@@ -114,14 +113,5 @@ class ScriptProbe:
         parameters = [parameter for spec in self.specs for parameter in spec.parameters]
         for parameter, gradient in zip(parameters, self._gradients, strict=True):
             parameter.grad = gradient.clone()
-        forward, *ready, backward, rest = map(median, zip(*samples, strict=True))
-        cost = ModelCost(
-            forward=forward,
-            backward=backward,
-            ready=tuple(ready),
-            gradient_bytes=sum(gradient.nbytes for gradient in self._gradients),
-            overlap=overlap,
-            optimizer=rest,
-            spread=spread_of(forward + backward for forward, *_, backward, _ in samples),
-        )
-        return cost, Buckets(self.specs, self._gradients)
+        rest = median(self._rests[WARM_UP:])
+        return model_cost(samples, self._gradients, overlap, rest), Buckets(self.specs, self._gradients)
