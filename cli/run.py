@@ -17,7 +17,7 @@ from gradwire.cli import missing_packages
 from gradwire.cli.run_advise import AdviceGiven, advised, fail
 from gradwire.cli.run_compression import CHOICES, STRETCH, compressed
 from gradwire.cli.run_report import MIN_PAIRS, report
-from gradwire.planner.script_probe import STEPS
+from gradwire.planner.model_probe import STEPS
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:

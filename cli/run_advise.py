@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from gradwire.planner.hook_registry import HOOKS
 from gradwire.planner.jobs import JobError
+from gradwire.planner.model_probe import ScriptProbe
 from gradwire.planner.probe import Measurement, measure_exchange, on_all_ranks, overlap_with_backward
 from gradwire.planner.recommend import advise
-from gradwire.planner.script_probe import ScriptProbe
 from gradwire.reducer import DistributedDataParallel as OurDDP
 
 

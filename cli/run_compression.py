@@ -25,9 +25,9 @@ from gradwire.hooks.hook_state import HookSettings, HookState
 from gradwire.kernels import WIRE_FORMATS
 from gradwire.planner.hook_registry import HOOKS, QUANTIZED, Registration
 from gradwire.planner.jobs import JobError
+from gradwire.planner.model_probe import STEPS, ScriptProbe
 from gradwire.planner.probe import PLAIN
 from gradwire.planner.recommend import advise
-from gradwire.planner.script_probe import STEPS, ScriptProbe
 from gradwire.sharded import ReduceScatterOptions, attach
 from gradwire.sharded.attachment import is_attached
 from gradwire.sharded.torch_internals import on_root_init, parameter_groups

@@ -104,7 +104,7 @@ class _Probe:
 
 
 def message_maker(kind: str, nbytes: int, transport: Transport, device: torch.device) -> Callable[[], Collective]:
-    """A function that returns a collective of a kind, on zeros; the inverse of `compute_probe.message_of`."""
+    """A function that returns a collective of a kind, on zeros; the inverse of `hook_probe.message_of`."""
     if kind.startswith("all-reduce"):
         dtype = getattr(torch, kind.removeprefix("all-reduce "))
         tensor = torch.zeros(max(1, nbytes // dtype.itemsize), dtype=dtype, device=device)

@@ -17,10 +17,11 @@ from gradwire.comm import connections_of, executor_for
 from gradwire.comm.nodes import ranks_per_node
 from gradwire.comm.torch_internals import default_group
 from gradwire.planner import jobs
-from gradwire.planner.compute_probe import Buckets, EqualRanks, HookProbe, measure_model, measure_optimizer
+from gradwire.planner.hook_probe import EqualRanks, HookProbe
 from gradwire.planner.jobs import Build, JobError
 from gradwire.planner.link_probe import MessageTime, ideal_link, measure_link, overhead_per_message
 from gradwire.planner.model import GivenLink, HookCost, Link, ModelCost, Overlap
+from gradwire.planner.model_probe import Buckets, measure_model, measure_optimizer
 
 T = TypeVar("T")
 

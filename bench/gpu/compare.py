@@ -35,7 +35,7 @@ def same(actual: Tensor, expected: Tensor, what: str) -> None:
         )
 
 
-def same_as_reference(run: Callable[[Any], Sequence[Tensor]], ours: Any, reference: Any, what: str) -> None:
+def same_twice(run: Callable[[Any], Sequence[Tensor]], ours: Any, reference: Any, what: str) -> None:
     """Raise unless ``run(ours)`` gives the bits of ``run(reference)``, and again when it is repeated."""
     for first, second, expected in zip(run(ours), run(ours), run(reference), strict=True):
         same(first, second, f"{what}, run twice")

@@ -25,7 +25,7 @@ from gradwire.bench.gpu.compare import (
     name_of,
     require,
     same,
-    same_as_reference,
+    same_twice,
     skip_if_rehearsed,
     within,
 )
@@ -84,11 +84,11 @@ def flattening(source: torch.dtype, layout: str, device: torch.device) -> None:
         for scale, limit, counted in ((0.5, torch.inf, False), (3.0, 1.0, True), (on_device, torch.inf, True)):
             what = f"{name_of(wire_dtype)}, scale {float(scale):.3g}, limit {limit}"
             flatten = partial(flattened, wire_dtype, scale, limit, counted)
-            same_as_reference(flatten, table.kernels.flatten, kernels.flatten_reference, f"flatten to {what}")
+            same_twice(flatten, table.kernels.flatten, kernels.flatten_reference, f"flatten to {what}")
             wire = flatten(kernels.flatten_reference)[0].clone()  # aligned
             unflatten = partial(unflattened, wire, scale, counted)
             ours, reference = table.kernels.unflatten, kernels.unflatten_reference
-            same_as_reference(unflatten, ours, reference, f"unflatten from {what}")
+            same_twice(unflatten, ours, reference, f"unflatten from {what}")
 
 
 def scaling(device: torch.device) -> None:
@@ -108,7 +108,7 @@ def scaling(device: torch.device) -> None:
     exponents = ((0, 0), (7, 1), (-20, 1), (99, 1))
     ours, reference = kernels.bound_update_scale(device), kernels.update_scale_reference
     for absmax, exponent, is_last in product(magnitudes, exponents, (False, True)):
-        same_as_reference(partial(scaled, absmax, exponent, is_last), ours, reference, f"{absmax}, {exponent}")
+        same_twice(partial(scaled, absmax, exponent, is_last), ours, reference, f"{absmax}, {exponent}")
 
 
 def _unit(dtype: torch.dtype) -> float:

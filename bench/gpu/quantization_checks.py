@@ -9,15 +9,7 @@ import torch
 from torch import Tensor
 
 from gradwire import kernels
-from gradwire.bench.gpu.compare import (
-    LaneCase,
-    at_offset,
-    large_numel,
-    name_of,
-    same,
-    same_as_reference,
-    skip_if_rehearsed,
-)
+from gradwire.bench.gpu.compare import LaneCase, at_offset, large_numel, name_of, same, same_twice, skip_if_rehearsed
 
 WORLD_SIZE, RANK, PIECES = 3, 1, 2
 # Full chunks of 4096 elements, partial blocks, single elements and an empty tensor.
@@ -102,7 +94,7 @@ def both_shots(
         dequantizer(gathered, section, targets)
         return [*messages, result, total, *targets, *memory]
 
-    same_as_reference(run, kernels.bound_quantization(device), REFERENCES, f"{wire} of {name_of(dtype)}")
+    same_twice(run, kernels.bound_quantization(device), REFERENCES, f"{wire} of {name_of(dtype)}")
 
 
 def reduction(wire: str, world_size: int, device: torch.device) -> None:

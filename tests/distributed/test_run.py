@@ -23,11 +23,11 @@ import gradwire
 from gradwire.cli import run, run_advise, run_compression, run_report
 from gradwire.hooks.default_hooks import fp16_compress_hook
 from gradwire.hooks.quantization_hooks import QuantizationState
-from gradwire.planner import link_probe, probe, script_probe
+from gradwire.planner import link_probe, model_probe, probe
 from gradwire.planner.hook_registry import HOOKS
 from gradwire.planner.jobs import JobError
 from gradwire.planner.model import Overlap
-from gradwire.planner.script_probe import STEPS, ScriptProbe
+from gradwire.planner.model_probe import STEPS, ScriptProbe
 from gradwire.sharded import ReduceScatterOptions
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks, differences
 from tests.support.ranks import from_all_ranks, on_ranks
@@ -512,7 +512,7 @@ def test_probe_counts_times_of_buckets_from_the_begin_of_the_backward(world_of_o
         def forward(self, values):
             return self.second(Tick.apply(self.first(values), clock, 40, 20))
 
-    monkeypatch.setattr(script_probe, "Mark", Mark)
+    monkeypatch.setattr(model_probe, "Mark", Mark)
     ddp = DistributedDataParallel(Model(), bucket_cap_mb=SMALLEST)
     ddp_probe = probed(ddp, lambda _: None)
     for _ in range(STEPS + 1):

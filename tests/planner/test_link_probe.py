@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gradwire.planner import link_probe
-from gradwire.planner.compute_probe import EqualRanks, message_of
+from gradwire.planner.hook_probe import EqualRanks, message_of
 from gradwire.planner.link_probe import bytes_out_of_node, ideal_link, measure_link, message_maker
 from gradwire.planner.model import BETWEEN_NODES, IN_NODE, GivenLink, Message
 

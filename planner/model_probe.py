@@ -1,7 +1,9 @@
-"""`ScriptProbe`: measures the model of a running training script, for `measure_exchange`."""
+"""Measurement of a model's step without gradient exchange: of a job's model, and of one that a script trains."""
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from statistics import median
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -10,16 +12,130 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from gradwire.comm.torch_internals import queue_callback
-from gradwire.hooks._bucket import GradBucket
+from gradwire.hooks._bucket import GradBucket, zero_copy
 from gradwire.hooks._names import parameter_names
+from gradwire.hooks.debugging_hooks import noop_hook
 from gradwire.hooks.telemetry import Mark
 from gradwire.planner.clock import synchronize
-from gradwire.planner.compute_probe import MAX_STEPS, WARM_UP, Buckets, model_cost, spec_of
-from gradwire.planner.jobs import JobError
+from gradwire.planner.jobs import Job, JobError
 from gradwire.planner.model import ModelCost, Overlap
+from gradwire.reducer import DistributedDataParallel
 from gradwire.reducer.bucket import BucketSpec
 
+WARM_UP = 3  # steps: the first builds buckets, the second rebuilds them
+MIN_STEPS, MAX_STEPS = 3, 10
 STEPS = WARM_UP + MAX_STEPS
+OPTIMIZER_STEPS = 6  # equal on all ranks, as a step may be collective; the first creates the state
+
+
+class Buckets(NamedTuple):
+    """The buckets and gradients of a model."""
+
+    specs: list[BucketSpec]  # in the order of launch
+    gradients: list[Tensor]  # copies, in the order of the model's parameters
+
+
+def measure_model(
+    job: Job, group: dist.ProcessGroup, device: torch.device, overlap: Overlap, budget: float
+) -> tuple[ModelCost, Buckets]:
+    """Time a step of the model without gradient exchange; also return its buckets. A collective call.
+
+    No more steps start after ``budget`` seconds; at least `MIN_STEPS` are timed.
+    """
+    launches: list[Mark] = []
+    specs: list[BucketSpec] = []
+    ddp = DistributedDataParallel(job.model, process_group=group)
+
+    @zero_copy  # annotations must not be strings, so this module does not import annotations from __future__
+    def note_launch(_: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        launches.append(Mark(device))
+        specs.append(spec_of(bucket, bucket.parameter_names(), bucket.model_parameters))  # type: ignore[attr-defined]
+        return noop_hook(None, bucket)
+
+    ddp.register_comm_hook(None, note_launch)
+    samples: list[list[float]] = []
+    for step in range(STEPS):
+        if step == WARM_UP:
+            started = time.monotonic()
+        ddp.zero_grad(set_to_none=True)
+        launches.clear()
+        specs.clear()
+        dist.barrier(group)
+        synchronize(device)
+        begin = Mark(device)
+        loss = job.loss(ddp)
+        between = Mark(device)
+        loss.backward()
+        end = Mark(device)
+        synchronize(device)
+        if step >= WARM_UP:
+            samples.append([_seconds(begin, between), *(_seconds(between, each) for each in (*launches, end))])
+            if _all_agree(len(samples) >= MIN_STEPS and time.monotonic() - started > budget, group, device):
+                break
+    parameters = [p for spec in specs for p in spec.parameters]
+    gradients = [p.grad.detach().clone() for p in parameters if p.grad is not None]
+    return model_cost(samples, gradients, overlap), Buckets(specs, gradients)
+
+
+def model_cost(
+    samples: Sequence[Sequence[float]], gradients: Sequence[Tensor], overlap: Overlap, optimizer: float | None = None
+) -> ModelCost:
+    """The cost of a model, from each step's seconds of the forward, until each bucket is ready, and of the backward."""
+    forward, *ready, backward = map(median, zip(*samples, strict=True))
+    times = [forward + backward for forward, *_, backward in samples]
+    return ModelCost(
+        forward=forward,
+        backward=backward,
+        ready=tuple(ready),
+        optimizer=optimizer,
+        gradient_bytes=sum(gradient.nbytes for gradient in gradients),
+        overlap=overlap,
+        spread=max(times) / min(times),
+    )
+
+
+def measure_optimizer(job: Job, device: torch.device) -> float | None:
+    """Time a step of the job's optimizer on the gradients that the model has; None without an optimizer.
+
+    The steps change the model. Raises JobError if a step fails.
+    """
+    if job.optimizer is None:
+        return None
+    samples = []
+    for _ in range(OPTIMIZER_STEPS):
+        synchronize(device)
+        begin = Mark(device)
+        try:
+            job.optimizer.step()
+        except Exception as error:
+            raise JobError(f"optimizer.step() raised {type(error).__name__}: {error}.") from error
+        end = Mark(device)
+        synchronize(device)
+        samples.append(_seconds(begin, end))
+    return median(samples[1:])
+
+
+def spec_of(bucket: GradBucket, names: list[str], model_parameters: Sequence[Tensor]) -> BucketSpec:
+    """The specification of a bucket of either DDP; with the model's parameters, one handshake serves all buckets."""
+    parameters = bucket.parameters()
+    return BucketSpec(
+        index=bucket.index(),
+        is_last=bucket.is_last(),
+        members=list(range(len(parameters))),
+        parameters=parameters,
+        names=names,
+        model_parameters=model_parameters,
+    )
+
+
+def _seconds(begin: Mark, end: Mark) -> float:
+    return 1e-3 * end.milliseconds_since(begin)
+
+
+def _all_agree(is_done: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
+    flag = torch.tensor(int(is_done), device=device)
+    dist.all_reduce(flag, dist.ReduceOp.MIN, group=group)
+    return bool(flag)
 
 
 class ScriptProbe:
@@ -63,8 +179,8 @@ class ScriptProbe:
             begin = Mark(self.device)
             synchronize(self.device)
             times = [self._begin, self._between, *self._launches, self._end]
-            self._samples.append([1e-3 * t.milliseconds_since(times[min(k, 1)]) for k, t in enumerate(times[1:])])
-            self._rests.append(1e-3 * begin.milliseconds_since(self._end))
+            self._samples.append([_seconds(times[min(k, 1)], mark) for k, mark in enumerate(times[1:])])
+            self._rests.append(_seconds(self._end, begin))
             self._launches = []
             if len(self._samples) == STEPS:
                 self.remove()
