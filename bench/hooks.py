@@ -27,13 +27,12 @@ from gradwire.bench.implementations import (
     WARM_UP,
     Implementation,
     make_batch,
-    needs_one_bucket,
     prepare,
 )
-from gradwire.bench.models import time_in_turn
 from gradwire.bench.record import Measured, Metric, Record, percentiles_ms, records_of, unique
 from gradwire.bench.tables import Table, beyond, count, groups_of, pivot, speed_up, value
 from gradwire.bench.timing import bench_device, driver_calls, peak_memory
+from gradwire.bench.turns import time_in_turn
 from gradwire.planner.hook_registry import HOOKS, STAR_NOTE, label
 
 LEFT_OUT = ("none", "scaled-fp16", "sign", "powersgd-r16")  # by default
@@ -61,7 +60,7 @@ def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
 
 
 def measure_memory(hook: str, name: str, device: torch.device) -> list[Record]:
-    implementation = Implementation(hook, name, device, name == PYTORCH and needs_one_bucket(hook, device))
+    implementation = Implementation(hook, name, device)
     for step in range(WARM_UP):
         implementation.step(make_batch(step, 0, device))
     return records_of("hooks", {"hook": hook}, name, 1, {Metric.MEMORY: peak_memory(device)})
@@ -69,20 +68,16 @@ def measure_memory(hook: str, name: str, device: torch.device) -> list[Record]:
 
 def measure_round(hook: str, steps: int, device: torch.device) -> list[Record]:
     """Check and time one hook on both DDPs and PyTorch's hook on PyTorch's DDP, in turn with noop_hook."""
-    one_bucket = needs_one_bucket(hook, device)
     references = {(name, False): Implementation("noop", name, device) for name in (PYTORCH, GRADWIRE)}
-    if one_bucket:
+    implementations = [Implementation(hook, name, device) for name in (GRADWIRE, GRADWIRE_ON_PYTORCH, PYTORCH)]
+    if implementations[-1].one_bucket:
         references[PYTORCH, True] = Implementation("noop", PYTORCH, device, one_bucket=True)
-    implementations = [
-        Implementation(hook, GRADWIRE, device),
-        Implementation(hook, GRADWIRE_ON_PYTORCH, device),
-        Implementation(hook, PYTORCH, device, one_bucket=one_bucket),
-    ]
     everything = [*references.values(), *implementations]
     prepare(everything, device)
     title = f"{hook}, {count(dist.get_world_size(), 'rank')}"
-    time_in_turn(everything, range(WARM_UP + 1, WARM_UP + 1 + steps), title)
-    batch = make_batch(WARM_UP + 1 + steps, dist.get_rank(), device)
+    batch_of = partial(make_batch, rank=dist.get_rank(), device=device)
+    time_in_turn(everything, range(WARM_UP + 1, WARM_UP + 1 + steps), title, batch_of)
+    batch = batch_of(WARM_UP + 1 + steps)
     for implementation in implementations:
         implementation.calls = driver_calls(partial(implementation.backward, batch), device)
     return summarize(dist.get_world_size(), implementations, references)
@@ -101,7 +96,7 @@ def summarize(
             Metric.STEP_MS: step_ms,
             Metric.NOOP_STEP_MS: noop_ms,
             Metric.OWN_MS: round(step_ms["p50"] - noop_ms["p50"], 4),
-            Metric.HOST_MS: percentiles_ms(implementation.host_seconds)["p50"],
+            Metric.HOST_MS: percentiles_ms(implementation.host_seconds[-len(implementation.seconds) :])["p50"],
         }
         if implementation.calls is not None:
             metrics |= {

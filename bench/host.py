@@ -26,11 +26,11 @@ from gradwire.bench import host_double, launch
 from gradwire.bench.gpu.timings import BUCKET_MIB, HookStep
 from gradwire.bench.host_double import BACKEND, Collectives, Driver
 from gradwire.bench.implementations import FIRST_COMPRESSED, GRADWIRE, GRADWIRE_ON_PYTORCH, PYTORCH, TorchDDP, wrap
-from gradwire.bench.models import turns
 from gradwire.bench.record import Measured, Metric, Record, percentiles_ms, records_of
 from gradwire.bench.shapes import SHAPES, Shape, buckets
 from gradwire.bench.tables import Group, Table, median_of, pivot, relative, value
-from gradwire.planner.hook_registry import HOOKS, Make, Registration, display_name
+from gradwire.bench.turns import turns
+from gradwire.planner.hook_registry import HOOKS, Make, display_name
 
 DEFAULT_HOOKS = ("none", "fp16", "bf16", "int8", "int4", "sign", "powersgd-r4", "powersgd-r4-alternating")
 REFERENCE = "fp16"  # PyTorch's hook
@@ -88,16 +88,6 @@ def gpt2_buckets() -> list[list[Shape]]:
     return [[(SIDE,) * len(shape) for shape in bucket] for bucket in buckets(SHAPES["gpt2-124m"], BUCKET_MIB << 20)]
 
 
-def renamed(make: Make) -> Make:
-    """Hooks with another name: without NCCL, PyTorch's DDP refuses bf16 hooks by name."""
-
-    def make_renamed(group: dist.ProcessGroup | None, start: int) -> Registration | None:
-        state, hook = make(group, start) or (None, None)
-        return None if hook is None else (state, lambda state, bucket: hook(state, bucket))
-
-    return make_renamed
-
-
 class Case:
     """An implementation, its steps of each size, and their times."""
 
@@ -105,10 +95,8 @@ class Case:
         self.name = name
         make = HOOKS[REFERENCE].pytorch.make if name == PYTORCH else HOOKS[hook].make
         ddp = {NO_REDUCER: None, GRADWIRE: DistributedDataParallel}.get(name, TorchDDP)
-        registered = make if name == GRADWIRE else renamed(make)
-        self.steps: dict[Any, Callable[[], float]] = {
-            size: Backward(registered, ddp, size) for size in (GPT2, ONE_BUCKET, LARGE)
-        }
+        sizes = (GPT2, ONE_BUCKET, LARGE)
+        self.steps: dict[Any, Callable[[], float]] = {size: Backward(make, ddp, size) for size in sizes}
         registration = make(dist.new_group(backend=BACKEND), FIRST_COMPRESSED)
         if registration is not None and ddp is not None:
             direct = HookStep(registration, gpt2_buckets(), torch.device("cpu"), is_flat=name != GRADWIRE)

@@ -74,13 +74,9 @@ class Stream:
 
 
 class Collectives(dist.ProcessGroup):
-    """Collectives of one rank that are done at once; futures have the tensors, as PyTorch's DDP expects.
+    """Collectives of one rank that are done at once; futures have the tensors, as PyTorch's DDP expects."""
 
-    Attributes:
-        count: number of collectives so far, of all groups.
-    """
-
-    count = 0
+    count = 0  # collectives so far, of all groups
 
     def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]

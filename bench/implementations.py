@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gradwire import DistributedDataParallel
 from gradwire.bench.timing import DriverCalls
 from gradwire.comm.torch_internals import default_group
-from gradwire.hooks._bucket import GradBucket
+from gradwire.hooks._bucket import CommHook, GradBucket
 from gradwire.hooks.hook_state import HookState
 from gradwire.hooks.quantization_hooks import QuantizationState
 from gradwire.planner.clock import synchronize
@@ -55,6 +55,7 @@ class Implementation:
     """The model, wrapped in a DDP, with a hook.
 
     ``name`` is `PYTORCH` (PyTorch's hook on PyTorch's DDP), `GRADWIRE` (both gradwire's) or `GRADWIRE_ON_PYTORCH`.
+    By default, the model is one bucket only where PyTorch's hook needs it.
     Another ``model`` must take the batches of `make_batch` and be equal on all ranks.
     """
 
@@ -63,40 +64,37 @@ class Implementation:
         hook: str,
         name: str,
         device: torch.device,
-        one_bucket: bool = False,
+        one_bucket: bool | None = None,
         model: nn.Module | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self.hook = hook
         self.name = name
-        self.one_bucket = one_bucket
-        self.seconds: list[float] = []  # timed steps on this rank
+        self.one_bucket = name == PYTORCH and needs_one_bucket(hook, device) if one_bucket is None else one_bucket
+        self.seconds: list[float] = []  # timed steps
         self.host_seconds: list[float] = []  # CPU time of each step so far, until the backward returned
         self.link_bytes: list[int] = []  # sent over the network interface in the timed steps
         self.calls: DriverCalls | None = None  # driver calls of one more step, on a GPU
         self.device = device
         self._buckets: list[list[Tensor]] | None = None  # a list while buckets are recorded
-        cap = ONE_BUCKET_MB if one_bucket else None
+        cap = ONE_BUCKET_MB if self.one_bucket else None
         ddp = DistributedDataParallel if name == GRADWIRE else TorchDDP
         module = make_model() if model is None else model
         self.ddp, self.state = wrap(module.to(device), self._make, ddp, group=group, bucket_cap_mb=cap)
 
     def _make(self, group: dist.ProcessGroup | None, start: int) -> Registration | None:
-        """The hook of the implementation; on PyTorch's DDP it records buckets, and has another name.
-
-        Without NCCL, PyTorch's DDP refuses bf16 hooks by name.
-        """
+        """The hook of the implementation; on PyTorch's DDP it records buckets."""
         registration = maker_of(HOOKS[self.hook], self.name)(group, start)
         if registration is None or self.name == GRADWIRE:
             return registration
         state, hook = registration
 
-        def plain_hook(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        def recording_hook(state: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
             if self._buckets is not None:
                 self._buckets.append(bucket.parameters())
             return hook(state, bucket)
 
-        return state, plain_hook
+        return state, recording_hook
 
     def step(self, batch: Tensor) -> float:
         """Seconds of a forward and a backward, until every gradient is final."""
@@ -215,14 +213,19 @@ def wrap(
     """A module in a DDP with a hook that compresses from step ``start`` on, and the hook's state.
 
     By default, it has a process group of its own: hooks of one group share their wire memory, and would resize it for
-    one another.
+    one another. On PyTorch's DDP the hook is `plainly_named`.
     """
     group = dist.new_group() if group is None else group
     wrapped = ddp(module, process_group=group, **options)
     state, hook = make(group, start) or (None, None)
     if hook is not None:
-        wrapped.register_comm_hook(state, hook)
+        wrapped.register_comm_hook(state, hook if ddp is DistributedDataParallel else plainly_named(hook))
     return wrapped, state
+
+
+def plainly_named(hook: CommHook) -> CommHook:
+    """``hook`` under another name: without NCCL, PyTorch's DDP refuses bf16 hooks by name."""
+    return lambda state, bucket: hook(state, bucket)
 
 
 def complaint_about_mean(local: Sequence[Tensor], result: Sequence[Tensor], wire: torch.dtype) -> str | None:

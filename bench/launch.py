@@ -138,17 +138,10 @@ def launch(module: str, arguments: Sequence[str], places: Sequence[Place]) -> No
                 }
                 if place.interface is not None and (place.enter or "GLOO_SOCKET_IFNAME" not in environment):
                     rank_environment["GLOO_SOCKET_IFNAME"] = place.interface
-                command, start = [sys.executable, "-m", module, *arguments], place.enter
-                processes.append(
-                    subprocess.Popen(
-                        command,
-                        env=rank_environment,
-                        stdin=read_end,
-                        stderr=log,
-                        start_new_session=True,
-                        preexec_fn=start,
-                    )
-                )
+                command = [sys.executable, "-m", module, *arguments]
+                options: dict[str, Any] = {"env": rank_environment, "stdin": read_end, "stderr": log}
+                process = subprocess.Popen(command, start_new_session=True, preexec_fn=place.enter, **options)
+                processes.append(process)
             while None in (codes := [process.poll() for process in processes]) and not any(codes):
                 time.sleep(_POLL_S)
         finally:

@@ -1,21 +1,16 @@
-"""Models of the benches, with few and with many parameters; as jobs of `gradwire advise`; and interleaved steps."""
+"""Models of the benches, with few and with many parameters, and the same as jobs of `gradwire advise`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
-from rich.progress import track
 from torch import Tensor, nn
 
-from gradwire.bench.implementations import Implementation, make_batch, make_model
-from gradwire.bench.timing import in_turn, slowest
+from gradwire.bench.implementations import make_batch, make_model
 from gradwire.planner.jobs import Build, Job
-
-T = TypeVar("T")
 
 
 class Model(NamedTuple):
@@ -126,38 +121,3 @@ JOBS: dict[str, Build] = {
     "linear": partial(_job, make_model, partial(make_batch, 0, 0, torch.device("cpu"))),
     **{name: partial(_job, model.build, partial(torch.randn, model.input_shape)) for name, model in MODELS.items()},
 }
-
-
-def turns(steps: range, implementations: Sequence[T], title: str) -> Iterator[tuple[int, T]]:
-    """Every implementation in every step, with a progress bar on rank 0."""
-    for step in track(steps, description=f"{title:<24}", disable=dist.get_rank() != 0):
-        for implementation in in_turn(implementations, step):
-            yield step, implementation
-
-
-def time_in_turn(
-    implementations: Sequence[Implementation],
-    steps: range,
-    title: str,
-    sent_bytes: Callable[[], int] | None = None,
-    untimed: Implementation | None = None,
-) -> None:
-    """Set the ``seconds`` of each implementation to those of interleaved steps on the slowest rank. A collective call.
-
-    ``sent_bytes`` counts the bytes of this rank's interface so far, for ``link_bytes``; barriers are included. A step
-    of ``untimed`` precedes each timed one, so that all of them find equal caches.
-    """
-    for implementation in implementations:
-        implementation.seconds, implementation.host_seconds, implementation.link_bytes = [], [], []
-    for step, implementation in turns(steps, implementations, title):
-        batch = make_batch(step, dist.get_rank(), implementation.device)
-        if untimed is not None:
-            untimed.step(batch)
-        sent_before = sent_bytes() if sent_bytes is not None else 0
-        dist.barrier()
-        implementation.seconds.append(implementation.step(batch))
-        dist.barrier()
-        if sent_bytes is not None:
-            implementation.link_bytes.append(sent_bytes() - sent_before)
-    for implementation in implementations:
-        implementation.seconds = slowest(implementation.seconds)

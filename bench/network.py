@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -25,14 +26,14 @@ from gradwire.bench.implementations import (
     PYTORCH,
     WARM_UP,
     Implementation,
-    needs_one_bucket,
+    make_batch,
     prepare,
 )
 from gradwire.bench.launch import HERE, Place
-from gradwire.bench.models import time_in_turn
 from gradwire.bench.namespaces import Rate
 from gradwire.bench.record import Measured, Metric, Record, percentiles_ms, records_of, unique
 from gradwire.bench.tables import Table, count, format_link, format_number, groups_of, median_of, pivot, speed_up, value
+from gradwire.bench.turns import time_in_turn
 from gradwire.planner.hook_registry import label
 
 REFERENCE = "noop"
@@ -83,13 +84,14 @@ def time_steps(implementations: Sequence[Implementation], rates: Sequence[str], 
     limited = [rate for rate in rates if rate not in (LOOPBACK.name, "unlimited")]
     if limited:
         limit_to(max(limited, key=lambda rate: Rate.parse(rate).mbit or 0))
-    prepare(implementations, implementations[0].device)
-    first = WARM_UP + 1
+    device, first = implementations[0].device, WARM_UP + 1
+    prepare(implementations, device)
+    batch_of = partial(make_batch, rank=dist.get_rank(), device=device)
     records: list[Record] = []
     for rate in rates:
         limit_to(rate)
         records += records_of("network", {"rate": rate}, "all_reduce", hosts, {Metric.LINK_RATE: _probe(hosts)})
-        time_in_turn(implementations, range(first, first + steps), rate, sent_bytes)
+        time_in_turn(implementations, range(first, first + steps), rate, batch_of, sent_bytes)
         first += steps
         records += summarize(rate, hosts, implementations)
     return records
@@ -100,10 +102,7 @@ def make_implementations(hooks: Sequence[str], device: torch.device) -> list[Imp
 
     Among them is noop_hook, on every DDP with the same buckets.
     """
-    made = []
-    for hook in unique((REFERENCE, *hooks)):
-        made.append(Implementation(hook, PYTORCH, device, one_bucket=needs_one_bucket(hook, device)))
-        made.append(Implementation(hook, GRADWIRE, device))
+    made = [Implementation(hook, by, device) for hook in unique((REFERENCE, *hooks)) for by in (PYTORCH, GRADWIRE)]
     if any(implementation.one_bucket for implementation in made):
         made.insert(1, Implementation(REFERENCE, PYTORCH, device, one_bucket=True))
     return made

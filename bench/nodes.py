@@ -26,13 +26,13 @@ from torch.distributed.tensor import DTensor
 import gradwire
 from gradwire.bench import launch, namespaces, scale
 from gradwire.bench.implementations import FIRST_COMPRESSED, GRADWIRE, PYTORCH, TorchDDP
-from gradwire.bench.models import turns
 from gradwire.bench.namespaces import Rate
 from gradwire.bench.network import LOOPBACK, limit_to, places_of
 from gradwire.bench.record import Measured, Metric, Record, percentiles_ms, records_of
 from gradwire.bench.tables import Cell, Group, Table, find, format_rate, format_value, groups_of, median_of, pivot
 from gradwire.bench.tasks import Batch, Gpt, Text
 from gradwire.bench.timing import peak_memory, slowest
+from gradwire.bench.turns import time_in_turn
 from gradwire.hooks.debugging_hooks import noop_hook
 from gradwire.hooks.default_hooks import CastState, bf16_compress_hook
 from gradwire.hooks.powerSGD_hook import PowerSGDState
@@ -67,17 +67,12 @@ class Bytes(Text):
 
 
 class Case:
-    """The model on one seam with one method.
-
-    Attributes:
-        seconds: timed steps on this rank.
-        link_bytes: bytes that the interface of this rank's host has sent in these steps.
-    """
+    """The model on one seam with one method."""
 
     def __init__(self, task: Bytes, seam: str, method: str, hosts: int) -> None:
         self.task, self.seam, self.method = task, seam, method
-        self.seconds: list[float] = []
-        self.link_bytes: list[int] = []
+        self.seconds: list[float] = []  # timed steps on the slowest rank
+        self.link_bytes: list[int] = []  # that the interface of this rank's host has sent in these steps
         self.model, self.attachment = self._wrapped(task.make_model(), hosts)
 
     def _wrapped(self, model: Gpt, hosts: int) -> tuple[nn.Module, Any]:
@@ -99,7 +94,8 @@ class Case:
         if self.method == PLAIN:
             return wrapped, None
         if self.seam == FSDP2:
-            return wrapped, gradwire.attach(wrapped, within=self._within())
+            within = self.method if self.method == "bf16" else ReduceScatterOptions(wire=self.method)
+            return wrapped, gradwire.attach(wrapped, within=within)
         return wrapped, gradwire.attach(wrapped, *self._hook())
 
     def _hook(self) -> tuple[Any, ...]:
@@ -111,9 +107,6 @@ class Case:
         if self.method == "powersgd-r4":
             return (PowerSGDState(None, 4, FIRST_COMPRESSED),)
         return (QuantizationState(None, self.method, local_size=1 if self.seam == FLAT else "auto"),)
-
-    def _within(self) -> str | ReduceScatterOptions:
-        return self.method if self.method == "bf16" else ReduceScatterOptions(wire=self.method)
 
     def step(self, batch: Batch) -> float:
         """Seconds of a forward and a backward."""
@@ -147,21 +140,11 @@ class Case:
         with torch.no_grad():
             return self.task.score_of(self.model)
 
-    def time(self, batch: Batch, counts_bytes: bool) -> None:
-        """Take a timed step."""
-        before = namespaces.sent_bytes() if counts_bytes else 0
-        dist.barrier()
-        self.seconds.append(self.step(batch))
-        dist.barrier()
-        if counts_bytes:
-            self.link_bytes.append(namespaces.sent_bytes() - before)
-
     def times(self, rate: str) -> list[Record]:
-        """Step times and bytes at one rate. A collective call."""
-        metrics: dict[str, Any] = {Metric.STEP_MS: percentiles_ms(slowest(self.seconds))}
+        """Step times and bytes at one rate."""
+        metrics: dict[str, Any] = {Metric.STEP_MS: percentiles_ms(self.seconds)}
         if self.link_bytes:
             metrics[Metric.SENT_PER_STEP] = median(self.link_bytes)
-        self.seconds, self.link_bytes = [], []
         return self.records({"rate": rate}, metrics)
 
     def records(self, case: dict[str, Any], metrics: dict[str, Any]) -> list[Record]:
@@ -222,13 +205,12 @@ def time_steps(settings: dict[str, Any]) -> list[Record]:
     cases = [Case(task, seam, method, settings["hosts"]) for seam in settings["seams"] for method in SEAMS[seam]]
     for case in cases:
         case.check(first, means)
-    records = []
+    records, sent_bytes = [], None if rates == [LOOPBACK.name] else namespaces.sent_bytes
     for rate in rates:
         if os.environ["LOCAL_RANK"] == "0":
             limit_to(rate)
         dist.barrier()
-        for step, case in turns(range(steps), cases, rate):
-            case.time(batches[step], counts_bytes=rates != [LOOPBACK.name])
+        time_in_turn(cases, range(steps), rate, batches.__getitem__, sent_bytes)
         records += [record for case in cases for record in case.times(rate)]
     return records
 

@@ -17,15 +17,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from gradwire.bench import converge, demo, kernels, network
 from gradwire.bench.implementations import GRADWIRE, PYTORCH
 from gradwire.bench.record import Metric, Record, format_bytes, replacing, unique
-from gradwire.bench.tables import (
-    count,
-    find,
-    format_bandwidth,
-    format_link,
-    format_number,
-    groups_of,
-    median_of,
-)
+from gradwire.bench.tables import count, find, format_bandwidth, format_link, format_number, groups_of, median_of
 from gradwire.planner.hook_registry import STAR_NOTE, display_name, label
 from gradwire.planner.model import step_seconds
 from gradwire.planner.probe import CAST, PLAIN, Measurement

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from gradwire import DistributedDataParallel
 from gradwire.bench import launch
 from gradwire.bench.implementations import GRADWIRE, PYTORCH, TorchDDP, maker_of, wrap
-from gradwire.bench.models import MODELS, turns
+from gradwire.bench.models import MODELS
 from gradwire.bench.record import Measured, Metric, Record, percentiles_ms, records_of, unique
 from gradwire.bench.tables import (
     Cell,
@@ -36,6 +36,7 @@ from gradwire.bench.tables import (
     value,
 )
 from gradwire.bench.timing import bench_device, peak_memory, slowest
+from gradwire.bench.turns import turns
 from gradwire.planner.clock import synchronize
 from gradwire.planner.hook_registry import HOOKS, label
 

@@ -91,12 +91,12 @@ def mean_mib(model_buckets: Sequence[Sequence[Shape]]) -> int:
     return round(4 * sum(prod(shape) for bucket in model_buckets for shape in bucket) / len(model_buckets) / (1 << 20))
 
 
-def buckets(shapes: Callable[[], Iterator[Shape]], nbytes: int, itemsize: int = 4) -> list[list[Shape]]:
-    """DDP's buckets: from the last parameter to the first, each closed once it reaches ``nbytes``."""
+def buckets(shapes: Callable[[], Iterator[Shape]], nbytes: int) -> list[list[Shape]]:
+    """DDP's buckets in fp32: from the last parameter to the first, each closed once it reaches ``nbytes``."""
     ends, filled = [0], 0
     backwards = list(shapes())[::-1]
     for i, shape in enumerate(backwards, start=1):
-        filled += itemsize * prod(shape)
+        filled += 4 * prod(shape)
         if filled >= nbytes or i == len(backwards):
             ends.append(i)
             filled = 0

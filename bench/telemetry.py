@@ -7,17 +7,26 @@ all of them, and each timed step follows a plain one. `measure` starts the ranks
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from gradwire.bench import launch
-from gradwire.bench.implementations import FIRST_COMPRESSED, GRADWIRE, MODEL, WARM_UP, Implementation, prepare
-from gradwire.bench.models import time_in_turn
+from gradwire.bench.implementations import (
+    FIRST_COMPRESSED,
+    GRADWIRE,
+    MODEL,
+    WARM_UP,
+    Implementation,
+    make_batch,
+    prepare,
+)
 from gradwire.bench.record import Measured, Metric, Record, percentiles_ms, records_of
 from gradwire.bench.tables import Group, Table, count, groups_of, median_of, pivot, value
 from gradwire.bench.timing import bench_device
+from gradwire.bench.turns import time_in_turn
 from gradwire.planner.hook_registry import label
 
 HOOKS = ("bf16-fp32-sum", "int4", "powersgd-r4")
@@ -40,7 +49,8 @@ def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
     kinds[COMPARED].state.observe(every=1, exact_every=1)
     everything = list(kinds.values())
     prepare(everything, device)
-    time_in_turn(everything, range(WARM_UP + 1, WARM_UP + 1 + steps), hook, untimed=kinds[PLAIN])
+    batch_of = partial(make_batch, rank=dist.get_rank(), device=device)
+    time_in_turn(everything, range(WARM_UP + 1, WARM_UP + 1 + steps), hook, batch_of, untimed=kinds[PLAIN])
     case, ranks, records = {"hook": hook}, dist.get_world_size(), []
     for kind, implementation in kinds.items():
         metrics: dict[str, Any] = {Metric.STEP_MS: percentiles_ms(implementation.seconds)}

@@ -39,19 +39,15 @@ def main() -> None:
             return
         if command != "--help":
             sys.exit(f"gradwire: there is no command {command!r}; expected one of {', '.join(COMMANDS)}")
-        print(overview(), f"All but run and doctor need extras: {remedy}", sep="\n\n")
+        from gradwire._version import __version__
+
+        print(f"gradwire {__version__}: gradient compression for PyTorch data-parallel training\n")
+        print("\n".join(f"  gradwire {name:8} {what}" for name, what in COMMANDS.items()))
+        print(f"\nAll but run and doctor need extras: {remedy}")
         return
     from gradwire.cli.app import app
 
     app(prog_name="gradwire")
-
-
-def overview() -> str:
-    """The version and the commands."""
-    from gradwire._version import __version__
-
-    commands = "\n".join(f"  gradwire {name:8} {what}" for name, what in COMMANDS.items())
-    return f"gradwire {__version__}: gradient compression for PyTorch data-parallel training\n\n{commands}"
 
 
 if __name__ == "__main__":

@@ -49,6 +49,7 @@ TABLES: dict[str, Callable[[Sequence[Record]], list[Table]]] = {
     for module in (demo, network, nodes, converge, hook_bench, host, reducer, kernels, telemetry)
 }
 _LOOPBACK_SETS = ("rate", "rates", "delay")
+_ALL_SHAPES, _DEFAULT_SIZES = ", ".join(SHAPES), ", ".join(map(str, kernels.DEFAULT_SIZES))
 
 
 def _command(
@@ -77,12 +78,8 @@ def _command(
 @_command("kernels", quick={"models": "resnet50,gpt2-124m", "sizes": "25", "rounds": 5})
 def bench_kernels(
     context: typer.Context,
-    models: Annotated[str, typer.Option(help="Models whose parameter shapes to use, comma-separated.")] = ", ".join(
-        SHAPES
-    ),
-    sizes: Annotated[str, typer.Option(help="Bucket sizes in MiB, comma-separated.")] = ", ".join(
-        map(str, kernels.DEFAULT_SIZES)
-    ),
+    models: Annotated[str, typer.Option(help="Models whose parameter shapes to use, comma-separated.")] = _ALL_SHAPES,
+    sizes: Annotated[str, typer.Option(help="Bucket sizes in MiB, comma-separated.")] = _DEFAULT_SIZES,
     rounds: Annotated[int, number("Timed rounds over the buckets, per implementation.")] = 5,
     threads: ThreadsOption = 1,
     quick: QuickOption = False,
@@ -206,9 +203,7 @@ def bench_nodes(
     _run(context, measure, output, is_networked=not loopback)
 
 
-def _optimizers_of_tasks() -> str:
-    """A sentence for the help."""
-    return " ".join(f"{name}: {', '.join(task.optimizers)}." for name, task in TASKS.items())
+_OPTIMIZERS_OF_TASKS = " ".join(f"{name}: {', '.join(task.optimizers)}." for name, task in TASKS.items())
 
 
 @_command("converge", quick={"task": "digits", "hooks": "none,powersgd-r4", "seeds": 1}, hooks=TRAINED_HOOKS)
@@ -221,7 +216,7 @@ def bench_converge(
     optimizers: Annotated[
         str | None,
         typer.Option(
-            help=f"Optimizers, comma-separated. {_optimizers_of_tasks()} The first is the default. With several, the "
+            help=f"Optimizers, comma-separated. {_OPTIMIZERS_OF_TASKS} The first is the default. With several, the "
             "table compares steps."
         ),
     ] = None,

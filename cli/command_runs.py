@@ -31,7 +31,7 @@ def measured(
     ran = " ".join([program, *map(shlex.quote, sys.argv[1:])])
     facts = provenance(device, backend_of(device), threads) | {"command": ran}
     load = BackgroundLoad()
-    with _stoppable(command, Console()):
+    with _stoppable(command):
         outcome = measure()
     return outcome.with_provenance(facts | {"background_cpu_load": load.busy_cpus()})
 
@@ -70,7 +70,7 @@ def report(records: Sequence[Record], tables: Callable[[Sequence[Record]], list[
 
 
 @contextmanager
-def _stoppable(command: str, console: Console) -> Iterator[None]:
+def _stoppable(command: str) -> Iterator[None]:
     """End the command cleanly if it is interrupted or terminated, or if a worker fails."""
     for end in {signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}:
         signal.signal(end, _terminate)
@@ -83,7 +83,7 @@ def _stoppable(command: str, console: Console) -> Iterator[None]:
         typer.echo(f"{error.log}\n{command}: {error}", err=True)
         raise typer.Exit(1) from None
     finally:
-        console.show_cursor()  # a stopped worker may have hidden it
+        Console().show_cursor()  # a stopped worker may have hidden it
 
 
 def _terminate(number: int, _: object) -> NoReturn:

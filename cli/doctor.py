@@ -55,9 +55,8 @@ def versions() -> Iterator[Check]:
     yield Check("gradwire", gradwire.__version__)
     oldest, newest = TESTED_TORCH
     release = _minor(torch.__version__)
-    is_tested = tuple(map(int, oldest.split("."))) <= release <= tuple(map(int, newest.split(".")))
-    tested = f"gradwire is tested with {oldest} to {newest}"
-    yield Check("torch", f"{torch.__version__} ({tested})", "ok" if is_tested else "warning")
+    text = f"{torch.__version__} (gradwire is tested with {oldest} to {newest})"
+    yield Check("torch", text, "ok" if _minor(oldest) <= release <= _minor(newest) else "warning")
     if release >= FSDP_REDUCES_IN_FP32:
         yield Check("FSDP2", FSDP_REMEDY, "warning")
     yield _triton(release)

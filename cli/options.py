@@ -55,25 +55,28 @@ DelayOption = Annotated[
 HostsOption = Annotated[int, number("Number of hosts, one rank each.", least=2, most=16)]
 
 
-def _in_a_folder(path: Path | None) -> Path | None:
-    """Refuse, before the measurement, a file that cannot be written after it."""
+def in_a_folder(parameter: typer.CallbackParam, path: Path | None) -> Path | None:
+    """The callback of options that are output files: refuse those that could not be written after the measurement."""
+    if path is None:
+        return None
     try:
-        is_there = path is None or path.parent.is_dir()
+        is_there = path.parent.is_dir()
     except OSError:  # its name is too long
         is_there = False
-    if path is not None and not is_there:
-        raise typer.BadParameter(f"there is no folder {path.parent}; make it first.", param_hint="--output")
-    if path is not None and not os.access(path.parent, os.W_OK | os.X_OK):
-        raise typer.BadParameter(
-            f"no permission to write to {path.parent}; choose another folder.", param_hint="--output"
-        )
+    complaint = None
+    if not is_there:
+        complaint = f"there is no folder {path.parent}; make it first."
+    elif not os.access(path.parent, os.W_OK | os.X_OK):
+        complaint = f"no permission to write to {path.parent}; choose another folder."
+    if complaint is not None:
+        raise typer.BadParameter(complaint, param_hint=parameter.opts[0])
     return path
 
 
 OutputOption = Annotated[
     Path | None,
     typer.Option(
-        "--output", help="Write the results to this file as JSON lines.", dir_okay=False, callback=_in_a_folder
+        "--output", help="Write the results to this file as JSON lines.", dir_okay=False, callback=in_a_folder
     ),
 ]
 

@@ -3,29 +3,40 @@
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any, NoReturn
 from unittest import mock
 
-import torch
 import torch.distributed as dist
-from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from gradwire.hooks._bucket import GradBucket
 from gradwire.planner.hook_registry import HOOKS
 from gradwire.planner.jobs import JobError
+from gradwire.planner.model_probe import ScriptProbe
 from gradwire.planner.probe import Measurement, measure_exchange, on_all_ranks, overlap_with_backward
 from gradwire.planner.recommend import advise
-from gradwire.planner.script_probe import ScriptProbe
 from gradwire.reducer import DistributedDataParallel as OurDDP
 
 
-def is_left_alone(ddp: TorchDDP) -> bool:
-    """Whether the model has a hook from the start, chooses its own, or cannot have one."""
-    return isinstance(ddp, OurDDP) or bool(ddp._comm_hooks) or ddp._use_python_reducer
+@contextmanager
+def on_ddp_init(callback: Callable[[TorchDDP], object]) -> Iterator[None]:
+    """While active, call ``callback(ddp)`` for each model that is wrapped in PyTorch's DistributedDataParallel.
+
+    Not for one with a hook from the start (``mixed_precision``), for compiled autograd's Python reducer, which cannot
+    have one, and for gradwire's own class. The class stays the same, also for modules that have imported it.
+    """
+    native = TorchDDP.__init__
+
+    @wraps(native)
+    def __init__(self: TorchDDP, *args: Any, **kwargs: Any) -> None:
+        native(self, *args, **kwargs)
+        if not (isinstance(self, OurDDP) or self._comm_hooks or self._use_python_reducer):
+            callback(self)
+
+    with mock.patch.object(TorchDDP, "__init__", __init__):
+        yield
 
 
 @contextmanager
@@ -35,29 +46,17 @@ def advised() -> Iterator[None]:
     After its steps, print what `gradwire advise` prints, and end the script on every rank.
     """
     probes: list[ScriptProbe] = []
-    native = TorchDDP.__init__
 
-    @wraps(native)
-    def __init__(self: TorchDDP, *args: Any, **kwargs: Any) -> None:
-        native(self, *args, **kwargs)
-        if not probes and not is_left_alone(self) and self.process_group.size() == dist.get_world_size():
-            probes.append(ScriptProbe(self, _advise_script, averages=False))
-            TorchDDP.register_comm_hook(self, probes[0], reduce)
-            self._comm_hooks.clear()  # a hook of the script is ignored
-            self.register_comm_hook = self._register_builtin_comm_hook = _ignore  # type: ignore
+    def measure_first(ddp: TorchDDP) -> None:
+        if not probes and ddp.process_group.size() == dist.get_world_size():
+            probes.append(ScriptProbe(ddp, _advise_script, averages=False))
+            ddp.register_comm_hook(probes[0], ScriptProbe.reduce)
+            ddp._comm_hooks.clear()
+            # A hook of the script is ignored.
+            ddp.register_comm_hook = ddp._register_builtin_comm_hook = lambda *_, **__: None  # type: ignore
 
-    with mock.patch.object(TorchDDP, "__init__", __init__):
+    with on_ddp_init(measure_first):
         yield
-
-
-def _ignore(*_: object, **__: object) -> None:
-    pass
-
-
-def reduce(owner: Any, bucket: GradBucket) -> Future[torch.Tensor]:
-    """The hook of a model that ``owner`` measures."""
-    future: Future[torch.Tensor] = owner.reduce(bucket)
-    return future
 
 
 class AdviceGiven(SystemExit):
@@ -78,7 +77,7 @@ def measured_script(probe: ScriptProbe) -> Measurement:
 
 
 def _advise_script(probe: ScriptProbe) -> NoReturn:
-    from gradwire.cli.advise import print_advice  # needs the extra `cli`
+    from gradwire.cli.advice_report import print_advice  # needs the extra `cli`
 
     began = time.monotonic()
     try:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from gradwire.comm import Task, Transport, Workspace, executor_for
 from gradwire.comm.transport import Collective
 from gradwire.planner.clock import synchronize
-from gradwire.planner.model import Link, Message, MessageCost, is_between_nodes, is_in_node
+from gradwire.planner.model import GivenLink, Link, Message, MessageCost, is_between_nodes, is_in_node
 
 SIZES = (1 << 8, 1 << 15, 1 << 19, 1 << 23)  # bytes
 _MIN_PER_BYTE = 1e-13  # seconds: 80 Tb/s
@@ -49,7 +49,7 @@ def _sharing(world_size: int, ranks_per_node: int) -> int:
 
 
 def measure_link(
-    group: dist.ProcessGroup, device: torch.device, messages: Iterable[Message], ranks_per_node: int = 1
+    group: dist.ProcessGroup, device: torch.device, messages: Iterable[Message], ranks_per_node: int
 ) -> tuple[Link, dict[str, list[MessageTime]]]:
     """Measure the cost of messages of each kind; returns also the samples of each fit. A collective call."""
     probe = _Probe(group, device)
@@ -104,7 +104,7 @@ class _Probe:
 
 
 def message_maker(kind: str, nbytes: int, transport: Transport, device: torch.device) -> Callable[[], Collective]:
-    """A function that returns a collective of a kind, on zeros; the inverse of `compute_probe.message_of`."""
+    """A function that returns a collective of a kind, on zeros; the inverse of `hook_probe.message_of`."""
     if kind.startswith("all-reduce"):
         dtype = getattr(torch, kind.removeprefix("all-reduce "))
         tensor = torch.zeros(max(1, nbytes // dtype.itemsize), dtype=dtype, device=device)
@@ -130,33 +130,19 @@ def fit(samples: Sequence[MessageTime]) -> MessageCost:
     return MessageCost(first.seconds, max(per_byte, _MIN_PER_BYTE))
 
 
-def ideal_link(
-    world_size: int,
-    bandwidth: float,
-    latency: float,
-    messages: Iterable[Message],
-    overhead: float = 0.0,
-    ranks_per_node: int = 1,
-) -> Link:
-    """An ideal link of known bandwidth and latency: ring all-reduces and direct exchanges at full rate.
+def ideal_link(given: GivenLink, messages: Iterable[Message], overhead: float = 0.0) -> Link:
+    """An ideal link for messages: ring all-reduces and direct exchanges at full rate; within a node they take no time.
 
-    Within a node, messages take no time.
-
-    Args:
-        world_size: number of ranks, a multiple of ``ranks_per_node``.
-        bandwidth: bits per second that each node sends; if there is only one node, each rank.
-        latency: seconds from one node to another.
-        messages: messages of all hooks.
-        overhead: seconds that the software takes per message.
-        ranks_per_node: ranks that share a machine and its network interface.
+    The software takes ``overhead`` seconds per message.
     """
-    hops = 2 * (world_size // _sharing(world_size, ranks_per_node) - 1)  # hops of a ring all-reduce
+    size = (given.world_size, given.ranks_per_node)
+    hops = 2 * (given.world_size // _sharing(*size) - 1)  # hops of a ring all-reduce
     costs = {}
     for kind in sorted({message.kind for message in messages}):
         rounds = hops if kind.startswith("all-reduce") else 0 if is_in_node(kind) else 1
-        per_byte = 8 * bytes_out_of_node(kind, world_size, ranks_per_node) / bandwidth
-        costs[kind] = MessageCost(overhead + rounds * latency, per_byte)
-    return Link(world_size=world_size, ranks_per_node=ranks_per_node, bandwidth=bandwidth, costs=costs)
+        per_byte = 8 * bytes_out_of_node(kind, *size) / given.bandwidth
+        costs[kind] = MessageCost(overhead + rounds * given.latency, per_byte)
+    return Link(world_size=size[0], ranks_per_node=size[1], bandwidth=given.bandwidth, costs=costs)
 
 
 def overhead_per_message(group: dist.ProcessGroup, device: torch.device) -> float:

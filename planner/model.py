@@ -14,7 +14,7 @@ shorter if a duration gets longer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import accumulate
@@ -132,6 +132,16 @@ class Link:
         return 0.0 if is_in_node(message.kind) else message.nbytes * self.costs[message.kind].per_byte
 
 
+@dataclass(frozen=True, kw_only=True)
+class GivenLink:
+    """A network that the user describes; it is not measured."""
+
+    world_size: int  # number of ranks
+    bandwidth: float  # bits per second that each node sends; if there is only one node, each rank
+    latency: float  # seconds from one node to another
+    ranks_per_node: int = 1  # a divisor of the world size
+
+
 def step_seconds(model: ModelCost, hook: HookCost, link: Link) -> float:
     """Predict the seconds of a step: forward, backward, exchange of all gradients with a hook, and optimizer."""
     launches = list(accumulate(bucket.launch for bucket in hook.buckets))
@@ -180,6 +190,10 @@ def with_larger_buckets(model: ModelCost, hook: HookCost, factor: int) -> tuple[
     return replace(model, ready=ready), replace(hook, buckets=tuple(buckets))
 
 
+SEARCHED = (1e6, 1e13)  # bits per second
+_POINTS_PER_DECADE = 20
+
+
 def break_even(model: ModelCost, hook: HookCost, plain: HookCost, link: Link) -> float | None:
     """The bandwidth in bits per second below which a step with ``hook`` is shorter than with ``plain``.
 
@@ -191,14 +205,6 @@ def break_even(model: ModelCost, hook: HookCost, plain: HookCost, link: Link) ->
         at = link.at(bandwidth)
         return step_seconds(model, plain, at) - step_seconds(model, hook, at)
 
-    return _largest_crossing(gain)
-
-
-SEARCHED = (1e6, 1e13)  # bits per second
-_POINTS_PER_DECADE = 20
-
-
-def _largest_crossing(gain: Callable[[float], float]) -> float | None:
     least, most = SEARCHED
     if gain(most) > 0:
         return float("inf")

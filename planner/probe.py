@@ -15,27 +15,19 @@ import torch.distributed as dist
 
 from gradwire.comm import connections_of, executor_for
 from gradwire.comm.nodes import ranks_per_node
+from gradwire.comm.torch_internals import default_group
 from gradwire.planner import jobs
-from gradwire.planner.compute_probe import Buckets, HookProbe, measure_model, measure_optimizer
+from gradwire.planner.hook_probe import EqualRanks, HookProbe
 from gradwire.planner.jobs import Build, JobError
 from gradwire.planner.link_probe import MessageTime, ideal_link, measure_link, overhead_per_message
-from gradwire.planner.model import HookCost, Link, ModelCost, Overlap
+from gradwire.planner.model import GivenLink, HookCost, Link, ModelCost, Overlap
+from gradwire.planner.model_probe import Buckets, measure_model, measure_optimizer
 
 T = TypeVar("T")
 
 PLAIN, CAST = "none", "bf16"  # baselines of every hook
 MODEL_BUDGET = 1.5  # seconds for steps of the model
 HOOK_BUDGET = 0.25  # seconds for steps of each hook
-
-
-@dataclass(frozen=True, kw_only=True)
-class GivenLink:
-    """A network that the user describes; it is not measured."""
-
-    world_size: int  # number of ranks
-    bandwidth: float  # bits per second that each node sends
-    latency: float  # seconds from one node to another
-    ranks_per_node: int = 1  # a divisor of the world size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +57,7 @@ def measure(
     With a ``given`` network, the process group has one rank. `PLAIN` and `CAST` are always measured. ``progress`` takes
     the name of each measurement as it starts. Raises JobError if the model cannot be measured, on this rank or another.
     """
-    group = dist.group.WORLD
-    assert group is not None, "no process group"
+    group = default_group()
     progress("model")
     job = on_all_ranks(lambda: jobs.check(build(device), device))
     overlap = overlap_with_backward(device, given.ranks_per_node if given is not None else None)
@@ -84,29 +75,27 @@ def measure_exchange(
     progress: Callable[[str], None] = lambda _: None,
 ) -> Measurement:
     """Measure hooks and the network of the default process group, for a model that was measured. As `measure`."""
-    group = dist.group.WORLD
-    assert group is not None, "no process group"
+    group = default_group()
     world_size = given.world_size if given is not None else group.size()
     names = tuple(dict.fromkeys((PLAIN, CAST, *hooks)))
     own = dist.new_group()  # its executor is replaced
     assert isinstance(own, dist.ProcessGroup)
     if given is None:
-        transport = executor_for(own, device).transport
-        local_size, round_trip = transport.local_size, transport.round_trip
+        real = executor_for(own, device).transport
+        local_size, round_trip = real.local_size, real.round_trip
         per_node = ranks_per_node(connections_of(own).nodes())
     else:
         per_node = given.ranks_per_node
         local_size, round_trip = (per_node if per_node < world_size else 1), 2 * given.latency
-    costs = []
+    costs, is_gloo = [], dist.get_backend(own) == "gloo"
     with _frozen_heap():
         for name in names:
             progress(f"hook {name}")
             dist.barrier(group)
-            probe = HookProbe(name, buckets, own, world_size, device, local_size, round_trip)
-            costs.append(probe.measure(HOOK_BUDGET))
+            transport = EqualRanks(world_size, is_gloo, device, local_size, round_trip)
+            costs.append(HookProbe(name, buckets, own, transport, device).measure(HOOK_BUDGET))
     dist.destroy_process_group(own)
-    gathered = _gathered((model, tuple(costs)))
-    model, slowest = _slowest(gathered)
+    model, slowest = _slowest(_gathered((model, tuple(costs))))
 
     progress("network")
     messages = [message for hook in slowest for bucket in hook.buckets for message in bucket.messages]
@@ -115,7 +104,7 @@ def measure_exchange(
         link, samples = measure_link(group, device, messages, per_node)
     else:
         overhead = overhead_per_message(group, device)
-        link = ideal_link(given.world_size, given.bandwidth, given.latency, messages, overhead, per_node)
+        link = ideal_link(given, messages, overhead)
     return Measurement(
         model=model,
         hooks=slowest,
@@ -154,7 +143,6 @@ def _frozen_heap() -> Iterator[None]:
 
 
 def _gathered(value: T) -> list[T]:
-    """The values of all ranks."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gradwire.planner.compute_probe import FIRST_COMPRESSED
+from gradwire.planner.hook_probe import FIRST_COMPRESSED
 from gradwire.planner.hook_registry import HOOKS, MARK, is_aggressive
 from gradwire.planner.link_probe import bytes_out_of_node
 from gradwire.planner.model import HookCost, Link, ModelCost, break_even, step_seconds, with_larger_buckets

@@ -22,22 +22,15 @@ WRAPPERS: dict[str, Callable[..., Any]] = {
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter, and how its gradients are drawn.
-
-    Attributes:
-        shape: shape of the parameter.
-        dtype: dtype of the parameter.
-        layout: "contiguous", "transposed" or "strided" (with gaps).
-        values: "normal", "zeros", "sparse" (mostly zero, in blocks), "outliers" (a few elements are much larger) or
-            "constant" (equal on all ranks).
-        exponent: decimal exponent of the gradients' magnitude.
-    """
+    """A parameter, and how its gradients are drawn."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
-    layout: str = "contiguous"
+    layout: str = "contiguous"  # or "transposed" or "strided" (with gaps)
+    # or "zeros", "sparse" (mostly zero, in blocks), "outliers" (a few elements are much larger) or "constant" (equal on
+    # all ranks)
     values: str = "normal"
-    exponent: int = 0
+    exponent: int = 0  # decimal exponent of the gradients' magnitude
 
     def new(self) -> nn.Parameter:
         """The parameter, filled with zeros.
@@ -53,7 +46,6 @@ class Parameter:
         return nn.Parameter(data)
 
     def gradient(self, generator: torch.Generator) -> Tensor:
-        """A gradient."""
         values = torch.randn(self.shape, generator=generator, dtype=torch.float64)
         if self.values == "constant":
             values.fill_(1)
@@ -78,33 +70,20 @@ class Poison(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """A model, its buckets and its training loop.
+    """A model, its buckets and its training loop."""
 
-    Attributes:
-        parameters: parameters of the model, named weights.0, weights.1, ...
-        bucket_cap_mb: size of a bucket; the smallest gives every parameter a bucket of its own.
-        gradient_as_bucket_view: option of both DDPs.
-        set_to_none: how gradients are cleared.
-        micro_batches: backward passes per step, all but the last under ``no_sync``.
-        steps: compressed steps.
-        seed: seed of the gradients and of the order in which they become ready.
-        wrapper: the DDP, in laws that need one only.
-        poison: an element that is not finite, in a step after the others.
-    """
-
-    parameters: tuple[Parameter, ...]
-    bucket_cap_mb: float = 25
+    parameters: tuple[Parameter, ...]  # named weights.0, weights.1, ...
+    bucket_cap_mb: float = 25  # the smallest gives every parameter a bucket of its own
     gradient_as_bucket_view: bool = False
-    set_to_none: bool = True
-    micro_batches: int = 1
-    steps: int = 1
-    seed: int = 0
-    wrapper: str = GRADWIRE
-    poison: Poison | None = None
+    set_to_none: bool = True  # how gradients are cleared
+    micro_batches: int = 1  # backward passes per step, all but the last under ``no_sync``
+    steps: int = 1  # compressed steps
+    seed: int = 0  # of the gradients and of the order in which they become ready
+    wrapper: str = GRADWIRE  # the DDP, in laws that need one only
+    poison: Poison | None = None  # an element that is not finite, in a step after the others
 
     @property
     def names(self) -> list[str]:
-        """Parameter names."""
         return [f"weights.{index}" for index in range(len(self.parameters))]
 
     def inputs(self, rank: int, step: int) -> list[list[Tensor]]:
@@ -144,7 +123,6 @@ class Model(nn.Module):
         self.order: list[int] = order.tolist()
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """The loss."""
         return torch.stack([(self.weights[i] * inputs[i]).sum().double() for i in self.order]).sum()
 
 
@@ -180,7 +158,6 @@ class Training:
         return {name: p.grad.detach().clone() for name, p in self.module.named_parameters() if p.grad is not None}
 
     def run(self, steps: Sequence[int]) -> list[dict[str, Tensor]]:
-        """The reduced gradients of several steps."""
         return [self.step(number) for number in steps]
 
 

@@ -188,7 +188,6 @@ class _Check:
             raise self._latest from None
 
     def _run(self, function: Callable[..., Any], case: Case, world_size: int | None = None, **arguments: Any) -> Any:
-        """The results of all ranks."""
         size = world_size or self._world_size
         if self._latest is not None:
             self._runs_to_shrink -= 1
@@ -207,7 +206,6 @@ class _Check:
                 raise self._latest
 
     def mean(self, case: Case) -> None:
-        """Constant gradients, in the first compressed step."""
         results = self._run(_laws.train, case, wrapper=case.wrapper, steps=self._start + case.steps, start=0)
         if text := _laws.wrong_mean(case, list(results[0].gradients[-1].values())):
             self._judge(case, [("mean", text)])
@@ -222,13 +220,11 @@ class _Check:
                     self._judge(case, [("sums fit", text)], ranks)
 
     def training(self, case: Case) -> None:
-        """Finite gradients on both DDPs."""
         self._judge(
             case, _laws.after_training(case, self._start, self._run(_laws.train_on_both, case, start=self._start))
         )
 
     def poisoned(self, case: Case) -> None:
-        """A gradient that is not finite."""
         self._judge(case, _laws.after_poison(case, self._run(_laws.train_poisoned, case, start=self._start)))
 
     def checkpoint(self, other_size: int, case: Case) -> None:

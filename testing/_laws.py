@@ -39,7 +39,6 @@ def describe(make_state: Callable[[], Any]) -> tuple[str, int, bool]:
 
 
 def train(case: Case, wrapper: str, steps: int, start: int, make_state: Callable[[], Any], hook: Any) -> Trained:
-    """Train with a new state."""
     rank, state = dist.get_rank(), make_state()
     gradients = Training(case, wrapper, rank, state, hook).run(range(steps))
     plain = Training(case, wrapper, rank, None, allreduce_hook).run(range(start))
@@ -117,7 +116,6 @@ def errors_of(saved: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def without_errors(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The other entries of a checkpoint."""
     rest = {key: value for key, value in saved.items() if key != "errors"}
     return {key: without_errors(value) if isinstance(value, Mapping) else value for key, value in rest.items()}
 
@@ -125,9 +123,9 @@ def without_errors(saved: Mapping[str, Any]) -> dict[str, Any]:
 # On the results of all ranks.
 
 
-def labeled(gradients: NamedGradients, first: int = 0) -> dict[str, Tensor]:
+def labeled(gradients: NamedGradients) -> dict[str, Tensor]:
     """Gradients by step and name."""
-    return {f"step {n}, {name}": each for n, step in enumerate(gradients, first) for name, each in step.items()}
+    return {f"step {n}, {name}": each for n, step in enumerate(gradients) for name, each in step.items()}
 
 
 def rank_differences(results: Sequence[Any]) -> str | None:
@@ -139,7 +137,6 @@ def rank_differences(results: Sequence[Any]) -> str | None:
 
 
 def not_finite(gradients: NamedGradients) -> list[str]:
-    """Steps and names of gradients that are not finite."""
     return [label for label, each in labeled(gradients).items() if not each.isfinite().all()]
 
 
@@ -187,7 +184,6 @@ def lost(
 
 
 def after_training(case: Case, start: int, results: Sequence[dict[str, Trained]]) -> Iterator[Violation]:
-    """The laws that `train_on_both` violated."""
     if text := rank_differences([{name: run.gradients for name, run in runs.items()} for runs in results]):
         yield "ranks agree", text
     runs = results[0]
@@ -219,7 +215,6 @@ def error_memory_problem(case: Case, results: Sequence[dict[str, dict[str, Tenso
 
 
 def after_poison(case: Case, results: Sequence[tuple[NamedGradients, list[dict[str, Tensor]]]]) -> Iterator[Violation]:
-    """The laws that `train_poisoned` violated."""
     poison = case.poison
     assert poison is not None
     if text := rank_differences([gradients for gradients, _ in results]):
@@ -238,7 +233,6 @@ def after_poison(case: Case, results: Sequence[tuple[NamedGradients, list[dict[s
 
 
 def after_save(case: Case, results: Sequence[tuple[bytes, NamedGradients]]) -> Iterator[Violation]:
-    """The laws that a checkpoint violates."""
     try:
         saved = [torch.load(io.BytesIO(checkpoint), weights_only=True) for checkpoint, _ in results]
     except Exception as error:
@@ -254,7 +248,6 @@ def after_resume(
     checkpoint: bytes,
     results: Sequence[tuple[dict[str, Any], NamedGradients, dict[str, Tensor]]],
 ) -> Iterator[Violation]:
-    """The laws that a resumed training violates."""
     if text := rank_differences(results):
         yield "checkpoints resume", f"after the load, {text}"
     loaded, gradients, errors = results[0]
@@ -270,7 +263,6 @@ def after_resume(
 
 
 def after_loads(results: Sequence[list[NamedGradients]]) -> Iterator[Violation]:
-    """The laws that a load into a new and a trained state violates."""
     # A gradient that was zeroed in place, and not set to None, turns the -0 that it accumulates into 0.
     new, used = ({name: each + 0.0 for name, each in labeled(gradients).items()} for gradients in results[0])
     if lines := differences(used, new):

@@ -25,10 +25,8 @@ def run_in_lockstep(
 ) -> list[Any]:
     """Run one algorithm for each rank to its end; returns their results.
 
-    Args:
-        algorithms: of the first ranks, by default of all.
-        watch: gets every rank's tensors before each all-reduce.
-        world_size: number of ranks. Those without an algorithm send what the last one with an algorithm sends.
+    ``watch`` gets every rank's tensors before each all-reduce. With a ``world_size``, there are further ranks, which
+    send what the last one with an algorithm sends.
     """
     drivers, n_others = [Driver(algorithm) for algorithm in algorithms], (world_size or 0) - len(algorithms)
     while True:
@@ -41,7 +39,6 @@ def run_in_lockstep(
 
 
 def _run(awaited: Sequence[Collective], n_others: int, watch: Watch | None) -> None:
-    """Run one collective of all ranks."""
     reductions = [each for each in awaited if isinstance(each, AllReduce)]
     if reductions and watch is not None:
         watch([each.tensors for each in reductions])
@@ -81,23 +78,18 @@ class Bucket:
         self._buffer = torch.cat([gradient.reshape(-1) for gradient in gradients])
 
     def index(self) -> int:
-        """Number of the bucket in its step."""
         return 0
 
     def is_last(self) -> bool:
-        """Whether it is the last bucket of its step."""
         return True
 
     def parameters(self) -> list[Tensor]:
-        """The parameters."""
         return self._parameters
 
     def buffer(self) -> Tensor:
-        """The gradients of all parameters."""
         return self._buffer
 
     def set_buffer(self, buffer: Tensor) -> None:
-        """Replace the gradients."""
         self._buffer = buffer
 
     def gradients(self) -> list[Tensor]:
@@ -111,16 +103,13 @@ class _Rank(Executor):
 
     def __init__(self, world_size: int, rank: int) -> None:
         super().__init__(Transport(world_size, rank), [Workspace(CPU)])
-        self.algorithms: list[Algorithm[Any]] = []
-        self.results: list[Tensor | None] = []
-        self.futures: list[Future[Any]] = []
+        self.tasks: list[tuple[Algorithm[Any], Tensor | None, Future[Any]]] = []  # with `Task.result`
 
     def submit(self, task: Task) -> Future[Any]:
         """Start the task's algorithm, whose first collective `run_in_lockstep` runs."""
-        self.algorithms.append(task.begin(self.workspaces[0]))
-        self.results.append(task.result)
-        self.futures.append(Future())
-        return self.futures[-1]
+        future: Future[Any] = Future()
+        self.tasks.append((task.begin(self.workspaces[0]), task.result, future))
+        return future
 
 
 def train_many(case: Case, ranks: int, steps: int, make_state: Callable[[], Any], hook: Any) -> list[Tensor]:
@@ -137,13 +126,12 @@ def train_many(case: Case, ranks: int, steps: int, make_state: Callable[[], Any]
             connections_of(None).replace_executor(executor, CPU)
             bucket = Bucket(model.parameters(), case.gradients(0, step).values())
             futures.append(hook(state, bucket))
-        for algorithms in zip(*(executor.algorithms for executor in executors), strict=True):
-            values = run_in_lockstep(algorithms, world_size=ranks)
-            for executor, value in zip(executors, values, strict=True):
-                result = executor.results.pop(0)
-                executor.futures.pop(0).set_result(value if result is None else result)
+        for tasks in zip(*(executor.tasks for executor in executors), strict=True):
+            values = run_in_lockstep([algorithm for algorithm, _, _ in tasks], world_size=ranks)
+            for (_, result, future), value in zip(tasks, values, strict=True):
+                future.set_result(value if result is None else result)
         for executor in executors:
-            executor.algorithms.clear()
+            executor.tasks.clear()
         value = futures[0].wait()
         results.append((value if isinstance(value, Tensor) else value[0]).clone())
     return results

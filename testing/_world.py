@@ -48,27 +48,19 @@ EXITED: Answer = ("exited",)  # the answer of a process that has ended without o
 
 
 class CaseFailed(Exception):
-    """A function raised on some rank, or did not end; the message has every rank's traceback or stacks.
-
-    Attributes:
-        errors: the exceptions by rank, as far as they could be pickled.
-        first: the first exception's traceback; the whole message if no rank raised.
-        is_timeout: whether some rank neither returned nor raised, and no other rank failed.
-    """
+    """A function raised on some rank, or did not end; the message has every rank's traceback or stacks."""
 
     def __init__(self, message: str, errors: dict[int, Any], first: str | None, is_timeout: bool) -> None:
         super().__init__(message)
-        self.errors = errors
-        self.first = first or message
-        self.is_timeout = is_timeout
+        self.errors = errors  # the exceptions by rank, as far as they could be pickled
+        self.first = first or message  # the first exception's traceback; the whole message if no rank raised
+        self.is_timeout = is_timeout  # whether some rank neither returned nor raised, and no other rank failed
 
 
 class World:
     """Processes of ranks 0 to ``size`` - 1, started at the first call of `run`, and anew after a failure.
 
-    Args:
-        size: number of ranks.
-        folder: folder of the logs; None for a temporary one.
+    ``folder`` has their logs; by default it is a temporary one.
     """
 
     def __init__(self, size: int, folder: str | Path | None = None) -> None:
@@ -106,7 +98,6 @@ class World:
         raise self._failure(function.__qualname__, answers)
 
     def close(self) -> None:
-        """End the ranks."""
         dismiss(self._members)
         self._members = []
 
@@ -161,11 +152,9 @@ class Member:
         theirs.close()
 
     def output(self) -> str:
-        """The output of the process."""
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def end(self) -> None:
-        """Wait for the end of the process, which has been told to end."""
         self.process.join(10)
         if self.process.is_alive():
             self.process.kill()
@@ -186,7 +175,6 @@ def fork_server(rank: int) -> ForkServer:
 
 
 def message_of_call(function: Callable[..., Any], arguments: dict[str, Any]) -> bytes:
-    """A call as `answer_to` expects it."""
     return pickle.dumps((function.__module__, function.__qualname__, pickle.dumps(arguments)))
 
 

@@ -10,11 +10,11 @@ import torch.distributed as dist
 
 from gradwire.bench import launch
 from gradwire.bench.implementations import wrap
-from gradwire.bench.models import turns
 from gradwire.bench.namespaces import Rate
 from gradwire.bench.network import LOOPBACK, places_of
 from gradwire.bench.record import Measured
 from gradwire.bench.timing import slowest
+from gradwire.bench.turns import turns
 from gradwire.planner.hook_registry import Make
 from gradwire.planner.jobs import Job
 

@@ -1,6 +1,6 @@
 """Comparisons for the cases of the GPU lane, with messages that tell how far off a result is."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,13 @@ def same(actual: Tensor, expected: Tensor, what: str) -> None:
             f"{what}: {int(different.sum())} of {actual.numel()} elements differ; the first, at {at}, is "
             f"{actual[at].item()!r}, expected {expected[at].item()!r}"
         )
+
+
+def same_twice(run: Callable[[Any], Sequence[Tensor]], ours: Any, reference: Any, what: str) -> None:
+    """Raise unless ``run(ours)`` gives the bits of ``run(reference)``, and again when it is repeated."""
+    for first, second, expected in zip(run(ours), run(ours), run(reference), strict=True):
+        same(first, second, f"{what}, run twice")
+        same(first, expected, what)
 
 
 def within(actual: Tensor, expected: Tensor, bound: Tensor, what: str) -> None:

@@ -21,7 +21,6 @@ from gradwire.bench.gpu.training import (
     Net,
     OurDDP,
     StateAndHook,
-    TorchDDP,
     assert_equal_on_all_ranks,
     assert_same,
     register,
@@ -29,7 +28,7 @@ from gradwire.bench.gpu.training import (
     train,
     wrap,
 )
-from gradwire.bench.implementations import check_hook
+from gradwire.bench.implementations import TorchDDP, check_hook
 from gradwire.bench.namespaces import Rate
 from gradwire.bench.timing import timed
 from gradwire.comm import connections_of
@@ -97,7 +96,7 @@ REPLAYED: dict[str, tuple[Callable[..., Callable[[], StateAndHook]], dict[str, A
     "powersgd, fp16 gradients": (_powersgd, {}, HalfNet),
     "powersgd, dropout": (_powersgd, {}, DropoutNet),
     "int4": (_int4, {}, Net),
-    "int4, bf16 errors": (*(_int4, {"error_dtype": torch.bfloat16}, HalfNet),),
+    "int4, bf16 errors": (_int4, {"error_dtype": torch.bfloat16}, HalfNet),
 }
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +25,7 @@ from gradwire.bench.gpu.compare import (
     name_of,
     require,
     same,
+    same_twice,
     skip_if_rehearsed,
     within,
 )
@@ -64,55 +67,48 @@ def flattening(source: torch.dtype, layout: str, device: torch.device) -> None:
     tensors = [_random(shape, source, device, offset, seed) for seed, shape in enumerate(SIZES[layout])]
     table = kernels.SegmentTable(tensors)
     on_device = torch.tensor([torch.nan, 1 / 3], device=device)[1]
+
+    def flattened(dtype: torch.dtype, scale: Any, limit: float, counted: bool, flatten: Any) -> list[Tensor]:
+        wire = _empty((table.numel,), dtype, device, offset)
+        counters = [torch.zeros(2, dtype=torch.int64, device=device)] if counted else []
+        flatten(tensors, table, wire, scale, limit, *counters)
+        return [wire, *counters]
+
+    def unflattened(wire: Tensor, scale: Any, counted: bool, unflatten: Any) -> list[Tensor]:
+        targets = [_empty(shape, source, device, offset) for shape in SIZES[layout]]
+        absmax = [torch.zeros(1, device=device)] if counted else []
+        unflatten(wire, targets, table, scale, *absmax)
+        return [*targets, *absmax]
+
     for wire_dtype in kernels.WIRE_DTYPES:
         for scale, limit, counted in ((0.5, torch.inf, False), (3.0, 1.0, True), (on_device, torch.inf, True)):
             what = f"{name_of(wire_dtype)}, scale {float(scale):.3g}, limit {limit}"
-            wires, counts = [], []
-            for _ in range(2):
-                wire = _empty((table.numel,), wire_dtype, device, offset)
-                counters = torch.zeros(2, dtype=torch.int64, device=device) if counted else None
-                table.kernels.flatten(tensors, table, wire, scale, limit, counters)
-                wires.append(wire)
-                counts.append(counters.tolist() if counters is not None else None)
-            expected = _empty((table.numel,), wire_dtype, device, 0)
-            counters = torch.zeros(2, dtype=torch.int64, device=device)
-            kernels.flatten_reference(tensors, table, expected, scale, limit, counters)
-            same(wires[0], wires[1], f"flatten to {what}, run twice")
-            same(wires[0], expected, f"flatten to {what}")
-            if counted:
-                is_same = counts[0] == counts[1] == counters.tolist()
-                require(is_same, f"flatten to {what} counted {counts}, expected {counters.tolist()}")
-
-            results = []
-            for function in (table.kernels.unflatten, table.kernels.unflatten, kernels.unflatten_reference):
-                targets = [_empty(shape, source, device, offset) for shape in SIZES[layout]]
-                absmax = torch.zeros(1, device=device) if counted else None
-                function(expected, targets, table, scale, absmax)
-                results.append([*targets, absmax] if absmax is not None else targets)
-            for first, second, reference in zip(*results, strict=True):
-                same(first, second, f"unflatten from {what}, run twice")
-                same(first, reference, f"unflatten from {what}")
+            flatten = partial(flattened, wire_dtype, scale, limit, counted)
+            same_twice(flatten, table.kernels.flatten, kernels.flatten_reference, f"flatten to {what}")
+            wire = flatten(kernels.flatten_reference)[0].clone()  # aligned
+            unflatten = partial(unflattened, wire, scale, counted)
+            ours, reference = table.kernels.unflatten, kernels.unflatten_reference
+            same_twice(unflatten, ours, reference, f"unflatten from {what}")
 
 
 def scaling(device: torch.device) -> None:
     """The next scale, after gradients of every magnitude."""
-    update_scale = kernels.bound_update_scale(device)
-    for absmax in (0.0, 1e-40, 1e-6, 0.3, 1.0, 3e4, 1e30, torch.inf, torch.nan):
-        for exponent in ((0, 0), (7, 1), (-20, 1), (99, 1)):
-            for is_last in (False, True):
-                results = []
-                for function in (update_scale, update_scale, kernels.update_scale_reference):
-                    state = (
-                        torch.tensor(exponent, dtype=torch.int32, device=device),
-                        torch.full((2,), torch.nan, device=device),
-                        torch.tensor([absmax], device=device),
-                        torch.tensor([3, 5, 7, 0], device=device),
-                    )
-                    function(*state, top=14, margin=4, growth=1, backoff=4, inverse_world=1 / 3, is_last=is_last)
-                    results.append(state)
-                for first, second, reference in zip(*results, strict=True):
-                    same(first, second, f"{absmax}, {exponent}, run twice")
-                    same(first, reference, f"{absmax}, {exponent}")
+
+    def scaled(absmax: float, exponent: tuple[int, int], is_last: bool, update_scale: Any) -> list[Tensor]:
+        state = [
+            torch.tensor(exponent, dtype=torch.int32, device=device),
+            torch.full((2,), torch.nan, device=device),
+            torch.tensor([absmax], device=device),
+            torch.tensor([3, 5, 7, 0], device=device),
+        ]
+        update_scale(*state, top=14, margin=4, growth=1, backoff=4, inverse_world=1 / 3, is_last=is_last)
+        return state
+
+    magnitudes = (0.0, 1e-40, 1e-6, 0.3, 1.0, 3e4, 1e30, torch.inf, torch.nan)
+    exponents = ((0, 0), (7, 1), (-20, 1), (99, 1))
+    ours, reference = kernels.bound_update_scale(device), kernels.update_scale_reference
+    for absmax, exponent, is_last in product(magnitudes, exponents, (False, True)):
+        same_twice(partial(scaled, absmax, exponent, is_last), ours, reference, f"{absmax}, {exponent}")
 
 
 def _unit(dtype: torch.dtype) -> float:
@@ -167,10 +163,8 @@ def lowrank(dtype: torch.dtype, rank: int, offset: int, precision: str, device: 
         what = f"with{'' if has_error else 'out'} error memory{', M kept' if keep else ''}"
         runs: list[tuple[Tensor, Tensor, list[Tensor], list[Tensor] | None, Tensor]] = []
         for _ in range(2):
-            target = [g.clone() for g in gradients] if not offset else matrices(dtype)
-            source = target if not offset else gradients
-            if source is target:
-                torch._foreach_copy_(target, gradients)
+            target = matrices(dtype) if offset else [g.clone() for g in gradients]
+            source = gradients if offset else target
             error = [e.clone() for e in errors] if has_error else None
             operands = kernels.Operands(table, source, target, error, keep)
             p, q = _empty((table.p.numel,), wire_dtype, device, 0), _empty((table.q.numel,), wire_dtype, device, 0)

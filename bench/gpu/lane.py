@@ -44,28 +44,21 @@ from gradwire.bench.record import provenance
 
 OUTPUT = Path("gpu_lane.jsonl")
 RANKS = {"preflight": 1, "first": 1, "first ranks": 2, "smoke": 1, "ranks": 2, "sanitize": 1, "bench": 1}
+CASES: dict[str, Mapping[str, LaneCase]] = {
+    "preflight": first.PREFLIGHT,
+    "first": first.FIRST,
+    "first ranks": first.FIRST_RANKS,
+    "smoke": {**KERNEL_CHECKS, **HOOK_CHECKS},
+    "ranks": {**HOOK_CHECKS, **SHARDED_CHECKS},
+    "sanitize": SANITIZER_CASES,
+    "bench": {**KERNEL_TIMINGS, **HOOK_TIMINGS},
+}
 STAGES = ("first", "smoke", "ranks", "sanitize", "bench")
 SAME_FAILURES = 3  # with the same traceback: the next ones would tell nothing new
 # After STAGE_SECONDS a stage starts no case; after STAGE_LIMIT it ends the one that runs.
 STAGE_SECONDS, STAGE_LIMIT = 510.0, 530.0
 # Facts that must be equal for an earlier pass to count.
 IDENTITY = ("source", "gradwire", "torch", "triton", "cuda", "nccl", "gpu", "rehearsal")
-
-
-def cases_of(stage: str) -> Mapping[str, LaneCase]:
-    if stage == "preflight":
-        return first.PREFLIGHT
-    if stage == "first":
-        return first.FIRST
-    if stage == "first ranks":
-        return first.FIRST_RANKS
-    if stage == "ranks":
-        return {**HOOK_CHECKS, **SHARDED_CHECKS}
-    if stage == "sanitize":
-        return SANITIZER_CASES
-    if stage == "bench":
-        return {**KERNEL_TIMINGS, **HOOK_TIMINGS}
-    return {**KERNEL_CHECKS, **HOOK_CHECKS}
 
 
 def facts(stage: str, rehearse: Rehearse | None) -> dict[str, Any]:
@@ -121,17 +114,13 @@ def run_stage(
 ) -> list[str]:
     """Run the cases of a stage that have not passed yet; returns the names of those that failed or remain.
 
-    Args:
-        stage: a key of `RANKS`.
-        rehearse: whether to run on the CPU, as `Crew` does.
-        output: file of JSON lines to append to.
-        limit: time limit of a case, in seconds.
-        only: run the cases whose name contains one of these.
+    Records are appended to ``output``. Cases whose name contains nothing of ``only`` are left out; none runs longer
+    than ``limit`` seconds.
     """
     start = time.monotonic()
     identity = facts(stage, rehearse)
     rehearsal = identity["rehearsal"]
-    cases = {name: case for name, case in cases_of(stage).items() if any(part in name for part in only)}
+    cases = {name: case for name, case in CASES[stage].items() if any(part in name for part in only)}
     passed = passed_before(output, identity)
     what = "REHEARSAL ON THE CPU, NOT ON A GPU" if rehearsal else identity["gpu"]
     label = f"rehearsal {stage}" if rehearsal else stage

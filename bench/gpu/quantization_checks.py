@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradwire import kernels
-from gradwire.bench.gpu.compare import LaneCase, at_offset, large_numel, name_of, same, skip_if_rehearsed
+from gradwire.bench.gpu.compare import LaneCase, at_offset, large_numel, name_of, same, same_twice, skip_if_rehearsed
 
 WORLD_SIZE, RANK, PIECES = 3, 1, 2
 # Full chunks of 4096 elements, partial blocks, single elements and an empty tensor.
@@ -94,11 +94,7 @@ def both_shots(
         dequantizer(gathered, section, targets)
         return [*messages, result, total, *targets, *memory]
 
-    what = f"{wire} of {name_of(dtype)}"
-    bound = kernels.bound_quantization(device)
-    for first, second, reference in zip(run(bound), run(bound), run(REFERENCES), strict=True):
-        same(first, second, f"{what}, run twice")
-        same(first, reference, what)
+    same_twice(run, kernels.bound_quantization(device), REFERENCES, f"{wire} of {name_of(dtype)}")
 
 
 def reduction(wire: str, world_size: int, device: torch.device) -> None:

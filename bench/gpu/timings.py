@@ -274,7 +274,7 @@ def captured_step(hook: str, model: str, device: torch.device) -> list[Row]:
 def linked_step(hook: str, rate: str, device: torch.device) -> list[Row]:
     """Interleaved training steps of a small model in both DDPs, on an emulated link between `HOSTS` hosts."""
     names = [PYTORCH, GRADWIRE] if HOOKS[hook].pytorch.is_available() else [GRADWIRE]
-    made = [Implementation(hook, n, device, n == PYTORCH and needs_one_bucket(hook, device)) for n in names]
+    made = [Implementation(hook, name, device) for name in names]
     prepare(made, device)
     first = WARM_UP + 1
     with emulated_link(Rate.parse(rate), HOSTS, device):

@@ -8,11 +8,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import gradwire
-from gradwire.hooks._bucket import GradBucket
+from gradwire.bench.implementations import TorchDDP, plainly_named
 
 StateAndHook = tuple[Any, Callable[..., Any]]
 
-TorchDDP = nn.parallel.DistributedDataParallel
 OurDDP = gradwire.DistributedDataParallel
 
 
@@ -68,15 +67,9 @@ def wrap(wrapper: type[TorchDDP], module: nn.Module, device: torch.device, **opt
 
 
 def register(model: TorchDDP, state: object, hook: Callable[..., Any]) -> None:
-    """Register a hook; on PyTorch's DDP under another name, because it refuses bf16 hooks by name without CUDA."""
-
-    def plain_hook(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        future: torch.futures.Future[Tensor] = hook(state, bucket)
-        return future
-
     if hasattr(state, "bind"):
         state.bind(model)  # random numbers depend on names
-    model.register_comm_hook(state, hook if isinstance(model, OurDDP) else plain_hook)
+    model.register_comm_hook(state, hook if isinstance(model, OurDDP) else plainly_named(hook))
 
 
 def take_step(model: TorchDDP, batch: Tensor) -> None:

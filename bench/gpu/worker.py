@@ -51,21 +51,13 @@ SHARED_GPU = {
 NO_ANSWER = "gave no answer in time"
 
 
-class Answer(NamedTuple):
-    """A rank's answer to a case, or to the request to start."""
+class Outcome(NamedTuple):
+    """The outcome of a case, or of the start: on one rank, or on all."""
 
     status: str  # "passed", "failed" or "skipped"
-    text: str = ""  # the reason for a skip, or the traceback of a failure
-    measured: Sequence[dict[str, Any]] = ()  # rows, if the case passed
-
-
-class Outcome(NamedTuple):
-    """The outcome of a case on all ranks; attributes are as in `Answer`."""
-
-    status: str
-    seconds: float  # time of the slowest rank, without the start of the processes
-    text: str  # for a failure, tracebacks, stacks and output of every rank
-    measured: Sequence[dict[str, Any]] = ()  # measurements of rank 0
+    text: str = ""  # the reason for a skip, or for a failure the tracebacks, of all ranks also stacks and output
+    measured: Sequence[dict[str, Any]] = ()  # rows, if the case passed; of all ranks those of rank 0
+    seconds: float = 0.0  # of all ranks, without the start of the processes
 
 
 class Crew:
@@ -103,8 +95,8 @@ class Crew:
         if "failed" in statuses:
             return self._failure("The case", answers, seconds)
         if "skipped" in statuses:
-            return Outcome("skipped", seconds, next(a.text for a in answers if a.status == "skipped"))
-        return Outcome("passed", seconds, "", answers[0].measured)
+            return next(each for each in answers if each.status == "skipped")._replace(seconds=seconds)
+        return answers[0]._replace(seconds=seconds)
 
     def _start(self, limit: float) -> None:
         folder = Path(self._folder.name) / str(self._n_starts)
@@ -113,9 +105,9 @@ class Crew:
         arguments = (self._size, self._rehearse, limit, folder)
         self._members = [_Member(rank, *arguments) for rank in range(self._size)]
 
-    def _collect(self, limit: float) -> list[Answer]:
+    def _collect(self, limit: float) -> list[Outcome]:
         """The answer of every rank; a rank that does not answer in time has failed."""
-        answers = [Answer("failed", NO_ANSWER)] * self._size
+        answers = [Outcome("failed", NO_ANSWER)] * self._size
         waiting = {member.connection: rank for rank, member in enumerate(self._members)}
         deadline = time.monotonic() + limit
         while waiting and (remaining := deadline - time.monotonic()) > 0:
@@ -125,18 +117,18 @@ class Crew:
                 try:
                     answers[rank] = connection.recv()
                 except (EOFError, OSError):
-                    answers[rank] = Answer("failed", "ended without an answer")
+                    answers[rank] = Outcome("failed", "ended without an answer")
                 if answers[rank].status == "failed":
                     deadline = min(deadline, time.monotonic() + GRACE)
         return answers
 
-    def _failure(self, what: str, answers: list[Answer], seconds: float) -> Outcome:
+    def _failure(self, what: str, answers: list[Outcome], seconds: float) -> Outcome:
         parts = [f"{what} failed after {seconds:.1f} s."]
         logs = self._end([rank for rank, answer in enumerate(answers) if answer.text == NO_ANSWER])
         for rank, (answer, log) in enumerate(zip(answers, logs, strict=True)):
             parts.append(f"--- rank {rank} {answer.status} {answer.text}".rstrip())
             parts.append(f"--- output of rank {rank}:\n{log}")
-        return Outcome("failed", seconds, "\n".join(parts))
+        return Outcome("failed", "\n".join(parts), seconds=seconds)
 
     def _end(self, stuck: Sequence[int] = ()) -> list[str]:
         """End the processes; returns their output, with the stacks of all threads for stuck ranks."""
@@ -180,9 +172,9 @@ def _work(
         try:
             device = _join(stack, rank, size, rehearse, limit, rendezvous)
         except BaseException:
-            connection.send(Answer("failed", traceback.format_exc()))
+            connection.send(Outcome("failed", traceback.format_exc()))
             raise
-        connection.send(Answer("passed"))
+        connection.send(Outcome("passed"))
         while True:
             try:
                 case = connection.recv()
@@ -215,14 +207,14 @@ def _join(
     return device
 
 
-def _answer(case: LaneCase, device: torch.device) -> Answer:
+def _answer(case: LaneCase, device: torch.device) -> Outcome:
     try:
         measured = case(device)
         torch.cuda.synchronize()
     except Skipped as reason:
-        return Answer("skipped", str(reason))
+        return Outcome("skipped", str(reason))
     except Exception:
-        return Answer("failed", traceback.format_exc())
+        return Outcome("failed", traceback.format_exc())
     gc.collect()  # a DDP is part of a cycle, and a bench holds gigabytes
     torch.cuda.empty_cache()
-    return Answer("passed", "", measured or ())
+    return Outcome("passed", "", measured or ())

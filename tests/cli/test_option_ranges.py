@@ -54,7 +54,9 @@ CASES = [
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_measured(monkeypatch):
+def nothing_is_measured(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)  # the demo makes the folder of its results first
+
     def fail(what, *_, **__):
         raise AssertionError(f"{what} began")
 

@@ -20,14 +20,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.cli import run, run_advise
+from gradwire.cli import run, run_advise, run_compression, run_report
 from gradwire.hooks.default_hooks import fp16_compress_hook
 from gradwire.hooks.quantization_hooks import QuantizationState
-from gradwire.planner import link_probe, probe, script_probe
+from gradwire.planner import link_probe, model_probe, probe
 from gradwire.planner.hook_registry import HOOKS
 from gradwire.planner.jobs import JobError
 from gradwire.planner.model import Overlap
-from gradwire.planner.script_probe import STEPS, ScriptProbe
+from gradwire.planner.model_probe import STEPS, ScriptProbe
 from gradwire.sharded import ReduceScatterOptions
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks, differences
 from tests.support.ranks import from_all_ranks, on_ranks
@@ -65,13 +65,13 @@ def call(*arguments):
 @pytest.mark.parametrize("hook", ["int4", "fp16", "powersgd-r4", "scaled-fp16"])
 @on_ranks(2)
 def test_unchanged_loop_has_the_bits_of_the_registered_hook(hook):
-    with run.compressed(hook) as made:
+    with run_compression.compressed(hook) as made:
         unchanged = train("pytorch", "mlp", steps=12, bucket_cap_mb=SMALL)
     registered = train("pytorch", "mlp", hook=HOOKS[hook].make(None, 2), steps=12, bucket_cap_mb=SMALL)
     assert_same_bits(unchanged, registered)
     (compression,) = made
     assert compression.n_steps == 12
-    assert f"gradwire run: {hook} on Mlp" in run.report(made)
+    assert f"gradwire run: {hook} on Mlp" in run_report.report(made)
 
 
 # --- auto
@@ -98,7 +98,10 @@ def test_auto_sends_in_full_while_it_measures_and_then_takes_the_recommended_hoo
     plain = DistributedDataParallel(build("mlp"), bucket_cap_mb=SMALL, **options)
     torch.manual_seed(seed)
     expected = steps_of(plain, STEPS + 4)
-    with run.compressed("auto") as made, mock.patch.object(run, "advise", lambda _: advice("int4")):
+    with (
+        run_compression.compressed("auto") as made,
+        mock.patch.object(run_compression, "advise", lambda _: advice("int4")),
+    ):
         ddp = DistributedDataParallel(build("mlp"), bucket_cap_mb=SMALL, **options)
         torch.manual_seed(seed)
         found = steps_of(ddp, STEPS + 4)
@@ -107,23 +110,26 @@ def test_auto_sends_in_full_while_it_measures_and_then_takes_the_recommended_hoo
     assert_same_on_all_ranks(from_all_ranks(found))
     (compression,) = made
     assert (compression.hook_name, compression.first_compressed) == ("int4", STEPS + 2)
-    text = run.report(made)
+    text = run_report.report(made)
     assert "gradwire run: int4 on Mlp" in text and "auto: Use int4: because" in text
 
 
 @pytest.mark.parametrize("start", [2, STEPS + 5])
 @on_ranks(2)
 def test_auto_does_not_compress_before_the_start_step(start):
-    with run.compressed("auto", start=start) as made, mock.patch.object(run, "advise", lambda _: advice("int8")):
+    with (
+        run_compression.compressed("auto", start=start) as made,
+        mock.patch.object(run_compression, "advise", lambda _: advice("int8")),
+    ):
         ddp = DistributedDataParallel(build("mlp"))
         steps_of(ddp, STEPS + 1)
     assert made[0]._state.options.start_iter == max(start, STEPS + 2) - STEPS
-    assert "nothing was compressed: that begins after" in run.report(made)
+    assert "nothing was compressed: that begins after" in run_report.report(made)
 
 
 @on_ranks(2)
 def test_auto_measures_the_script_and_prints_its_choice_on_rank_0():
-    with mock.patch("builtins.print") as printed, run.compressed("auto", measure=100) as made:
+    with mock.patch("builtins.print") as printed, run_compression.compressed("auto", measure=100) as made:
         steps_of(DistributedDataParallel(build("mlp"), bucket_cap_mb=SMALL), STEPS + 1)
     texts = [call.args[0] for call in printed.mock_calls]
     assert len(texts) == (dist.get_rank() == 0)
@@ -139,21 +145,24 @@ def test_auto_sends_in_full_if_no_hook_is_worthwhile_or_none_can_be_measured(rea
     plain = DistributedDataParallel(build("mlp"), process_group=group)
     torch.manual_seed(0)
     expected = steps_of(plain, STEPS + 4)
-    with run.compressed("auto", measure=100) as made, mock.patch.object(run, "advise", lambda _: advice("none")):
+    with (
+        run_compression.compressed("auto", measure=100) as made,
+        mock.patch.object(run_compression, "advise", lambda _: advice("none")),
+    ):
         ddp = DistributedDataParallel(build("mlp"), process_group=group)
-        failure = mock.patch.object(run, "measured_script", side_effect=JobError("one rank"))
+        failure = mock.patch.object(run_compression, "measured_script", side_effect=JobError("one rank"))
         with failure if reason == "one rank" else nullcontext():
             torch.manual_seed(0)
             assert_same_bits(steps_of(ddp, STEPS + 4), expected)
     texts = {"recommended": "because", "one rank": "one rank", "subgroup": "the model has 1 of 2 ranks"}
-    lines = run.report(made).splitlines()
+    lines = run_report.report(made).splitlines()
     assert lines[0].startswith("gradwire run: auto on Mlp")
     assert lines[-1].startswith("  auto: ") and lines[-1].endswith(texts[reason])
 
 
 @on_ranks(2)
 def test_auto_keeps_gradients_and_random_numbers_of_the_script():
-    with run.compressed("auto"):
+    with run_compression.compressed("auto"):
         ddp = DistributedDataParallel(build("mlp"))
         steps_of(ddp, STEPS)
         kept, numbers = [parameter.grad for parameter in ddp.parameters()], torch.get_rng_state()
@@ -167,15 +176,20 @@ def test_auto_keeps_gradients_and_random_numbers_of_the_script():
 @on_ranks(2)
 def test_auto_refuses_sharded_models():
     model = fully_shard(build("mlp"), mesh=init_device_mesh("cpu", (2,)))
-    with run.compressed("auto"), pytest.raises(ValueError, match="--hook auto measures models of Distributed"):
+    with (
+        run_compression.compressed("auto"),
+        pytest.raises(ValueError, match="--hook auto measures models of Distributed"),
+    ):
         model(*model.batch(torch.Generator()))
 
 
 @on_ranks(2)
 def test_hook_of_the_script_wins():
-    with run.compressed("int4") as made:
+    with run_compression.compressed("int4") as made:
         ddp = DistributedDataParallel(build("mlp"))
-        with pytest.warns(run.HookReplacedWarning, match=r"registers fp16_compress_hook on its Mlp.*--hook int4"):
+        with pytest.warns(
+            run_compression.HookReplacedWarning, match=r"registers fp16_compress_hook on its Mlp.*--hook int4"
+        ):
             ddp.register_comm_hook(None, fp16_compress_hook)
         own = train_steps(ddp, 3)
         with pytest.raises(RuntimeError, match="called twice"):
@@ -183,11 +197,11 @@ def test_hook_of_the_script_wins():
     plain = DistributedDataParallel(build("mlp"))
     plain.register_comm_hook(None, fp16_compress_hook)
     assert_same_bits(own, train_steps(plain, 3))
-    assert "not used" in run.report(made)
+    assert "not used" in run_report.report(made)
 
 
 def test_gradwires_class_and_later_wrappers_are_left_alone(world_of_one):
-    with run.compressed("int4") as made:
+    with run_compression.compressed("int4") as made:
         gradwire.DistributedDataParallel(torch.nn.Linear(2, 2))
         assert made == []
         ddp = DistributedDataParallel(torch.nn.Linear(2, 2))
@@ -221,21 +235,21 @@ def train_sharded(mesh_shape, compress=lambda model: None):
 )
 @on_ranks(2)
 def test_unchanged_loop_of_fsdp2_has_the_bits_of_attach(hook, within):
-    with run.compressed(hook) as made:
+    with run_compression.compressed(hook) as made:
         unchanged = train_sharded((2,))
     assert_same_bits(unchanged, train_sharded((2,), lambda model: gradwire.attach(model, within=within)))
     (compression,) = made
     assert compression.n_steps == 24
-    assert f"2 parameter groups are reduce-scattered in {hook}" in run.report(made)
+    assert f"2 parameter groups are reduce-scattered in {hook}" in run_report.report(made)
 
 
 @on_ranks(2)
 def test_unchanged_loop_of_hsdp_has_the_bits_of_attach():
-    with run.compressed("int4") as made:
+    with run_compression.compressed("int4") as made:
         unchanged = train_sharded((2, 1))
     attached = train_sharded((2, 1), lambda model: gradwire.attach(model, QuantizationState(wire="int4")))
     assert_same_bits(unchanged, attached)
-    text = run.report(made)
+    text = run_report.report(made)
     assert "2 ranks, 24 steps" in text and "times fewer bytes" in text
     assert made[0].metrics["step"] == [12, 22], "one step in ten, after two plain ones"
     assert set(made[0].metrics["gradient_bytes"]) == {4 * 2 * (64 * 64 + 64)}
@@ -246,7 +260,7 @@ def test_unchanged_loop_of_hsdp_has_the_bits_of_attach():
 @on_ranks(2)
 def test_hook_that_fsdp_cannot_use_raises_with_the_choices():
     with (
-        run.compressed("powersgd-r4"),
+        run_compression.compressed("powersgd-r4"),
         pytest.raises(ValueError, match=r"--hook powersgd-r4 .* one of bf16, fp16, int8"),
     ):
         train_sharded((2,))
@@ -254,15 +268,15 @@ def test_hook_that_fsdp_cannot_use_raises_with_the_choices():
 
 @on_ranks(2)
 def test_stretches_alternate_without_telemetry_and_give_an_interval():
-    first, n_steps = 2 + run.WARM_UP, 100
+    first, n_steps = 2 + run_compression.WARM_UP, 100
     sent = []
     plain = mock.Mock(wraps=torch_hooks.allreduce_hook)
     own_seconds, plain_seconds, slow, elsewhere = 0.003, 0.007, 9.0, 0.005
     now = 0.0
     with ExitStack() as stack:
-        made = stack.enter_context(run.compressed("int4", measure=n_steps))
-        stack.enter_context(mock.patch.object(run.torch_hooks, "allreduce_hook", plain))
-        stack.enter_context(mock.patch.object(run, "time", SimpleNamespace(perf_counter=lambda: now)))
+        made = stack.enter_context(run_compression.compressed("int4", measure=n_steps))
+        stack.enter_context(mock.patch.object(run_compression.torch_hooks, "allreduce_hook", plain))
+        stack.enter_context(mock.patch.object(run_compression, "time", SimpleNamespace(perf_counter=lambda: now)))
         ddp = DistributedDataParallel(build("mlp"), bucket_cap_mb=1)
         observed = []
         for step in range(first + n_steps + 12):
@@ -272,7 +286,7 @@ def test_stretches_alternate_without_telemetry_and_give_an_interval():
             observed.append(made[0]._state.telemetry is not None)
             if first <= step < first + n_steps:  # the first step of a stretch is slow
                 seconds = plain_seconds if plain.call_count > n_sent else own_seconds
-                now += seconds if (step - first) % run.STRETCH else slow
+                now += seconds if (step - first) % run_compression.STRETCH else slow
             else:
                 now += elsewhere
     (compression,) = made
@@ -284,12 +298,14 @@ def test_stretches_alternate_without_telemetry_and_give_an_interval():
     # The steps of the state, which has seen every second stretch only.
     assert compression.metrics["step"] == [12, 22, first + n_steps // 2 + 10]
     is_plain = [after > before for before, after in zip([0, *sent], sent, strict=False)]
-    tens = [is_plain[at : at + run.STRETCH] for at in range(first, first + n_steps, run.STRETCH)]
+    tens = [
+        is_plain[at : at + run_compression.STRETCH] for at in range(first, first + n_steps, run_compression.STRETCH)
+    ]
     assert [set(each) for each in tens] == [{not kind} for kind in kinds]
     assert not any(is_plain[:first] + is_plain[first + n_steps :])
     assert not any(observed[first : first + n_steps])
     assert len(compression.metrics["step"]) == 3, "two before, one after"
-    text = run.report(made)
+    text = run_report.report(made)
     assert "not measured" not in text and re.search(r"time of a step +5 ms\n", text)
     own, other, gain, low, high = re.search(
         r"faster: (\S+) ms a step without int4, (\S+) ms with it, (\S+) times as fast "
@@ -310,7 +326,7 @@ def stretches_of(gains):
 
 
 def test_speed_up_is_the_mean_of_the_pairs_with_students_interval():
-    found = run.speed_up(stretches_of([0.1, 0.3, 0.2, 0.25, 0.15]))
+    found = run_report.speed_up(stretches_of([0.1, 0.3, 0.2, 0.25, 0.15]))
     assert math.log(found.ratio) == pytest.approx(0.2)
     # The standard deviation is sqrt(0.025 / 4), and the 97.5 % quantile 2.776 with 4 degrees of freedom.
     half = 2.776 * math.sqrt(0.025 / 4) / math.sqrt(5)
@@ -319,7 +335,7 @@ def test_speed_up_is_the_mean_of_the_pairs_with_students_interval():
     assert found.plain == pytest.approx((0.3 * 0.4 * 0.5 * 0.6 * 0.7) ** (1 / 5))
     assert found.own == pytest.approx(found.plain / found.ratio)
     assert found.pairs == 5
-    assert run.speed_up(stretches_of([0.1, 0.3, 0.2, 0.25])) is None, "four pairs are too few"
+    assert run_report.speed_up(stretches_of([0.1, 0.3, 0.2, 0.25])) is None, "four pairs are too few"
 
 
 @pytest.mark.parametrize(
@@ -342,7 +358,7 @@ def test_speed_up_is_the_mean_of_the_pairs_with_students_interval():
 )
 def test_report_begins_with_the_answer_that_the_interval_allows(gains, expected):
     compression = SimpleNamespace(hook_name="int4", comparison_end=123, stretches=stretches_of(gains))
-    assert re.match(expected, run._speed(compression))
+    assert re.match(expected, run_report._speed(compression))
 
 
 def test_suggested_steps_decide_four_of_five_runs():
@@ -352,20 +368,21 @@ def test_suggested_steps_decide_four_of_five_runs():
         return [draw.gauss(mean, spread) for _ in range(number)]
 
     # Five pairs whose mean and standard deviation are those of the distribution.
-    found = run.speed_up(stretches_of([mean + spread * each for each in (-1.2, -0.4, -0.4, 0.8, 1.2)]))
+    found = run_report.speed_up(stretches_of([mean + spread * each for each in (-1.2, -0.4, -0.4, 0.8, 1.2)]))
     verdicts = [
-        run.speed_up(stretches_of(gains(found.deciding_steps // (2 * run.STRETCH)))).verdict for _ in range(500)
+        run_report.speed_up(stretches_of(gains(found.deciding_steps // (2 * run_compression.STRETCH)))).verdict
+        for _ in range(500)
     ]
     assert 0.72 < verdicts.count("faster") / len(verdicts) < 0.88
     assert verdicts.count("slower") < 5
 
 
 def test_error_at_first_and_at_the_end_are_the_first_and_the_last_measured(world_of_one):
-    with run.compressed("int4") as made:
+    with run_compression.compressed("int4") as made:
         train_steps(DistributedDataParallel(build("mlp")), 13)
     made[0].release()
     made[0].metrics["residual_ratio"] = [0.5, 0.3, 0.2, 0.1]
-    text = run.report(made)
+    text = run_report.report(made)
     assert "error / gradient     0.5 at first, 0.1 at the end" in text
     assert "1 rank, 13 steps" in text
 
@@ -409,7 +426,7 @@ def advice_of(ddp_probe):
 
 def probed(ddp, done):
     probe = ScriptProbe(ddp, done, averages=False)
-    ddp.register_comm_hook(probe, run_advise.reduce)
+    ddp.register_comm_hook(probe, ScriptProbe.reduce)
     return probe
 
 
@@ -449,7 +466,7 @@ def test_advise_ends_every_rank_if_a_model_cannot_be_measured():
 @on_ranks(2)
 def test_advise_measures_the_first_model_of_all_ranks_and_ignores_its_hook():
     own, _ = dist.new_subgroups(group_size=1)
-    with mock.patch.object(run_advise, "ScriptProbe") as made, run_advise.advised():
+    with mock.patch.object(run_advise, "ScriptProbe", reduce=ScriptProbe.reduce) as made, run_advise.advised():
         DistributedDataParallel(build("mlp"), process_group=own)
         gradwire.DistributedDataParallel(build("mlp"))
         assert made.mock_calls == []
@@ -495,7 +512,7 @@ def test_probe_counts_times_of_buckets_from_the_begin_of_the_backward(world_of_o
         def forward(self, values):
             return self.second(Tick.apply(self.first(values), clock, 40, 20))
 
-    monkeypatch.setattr(script_probe, "Mark", Mark)
+    monkeypatch.setattr(model_probe, "Mark", Mark)
     ddp = DistributedDataParallel(Model(), bucket_cap_mb=SMALLEST)
     ddp_probe = probed(ddp, lambda _: None)
     for _ in range(STEPS + 1):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gradwire.bench.gpu.lane import RANKS, cases_of
+from gradwire.bench.gpu.lane import CASES, RANKS
 from gradwire.bench.gpu.worker import Crew
 
 pytestmark = [
@@ -19,9 +19,9 @@ def crews():
         yield {1: one, 2: two}
 
 
-@pytest.mark.parametrize("stage, case", [(stage, name) for stage in RANKS for name in cases_of(stage)])
+@pytest.mark.parametrize("stage, case", [(stage, name) for stage in RANKS for name in CASES[stage]])
 def test_gpu_case_passes_over_nccl(stage, case, crews):
-    outcome = crews[RANKS[stage]].run(cases_of(stage)[case])
+    outcome = crews[RANKS[stage]].run(CASES[stage][case])
     if outcome.status == "skipped":
         pytest.skip(outcome.text)
     assert outcome.status == "passed", outcome.text

@@ -6,11 +6,12 @@ The launches are those of the lane's own cases, run on the CPU without their che
 import sys
 from contextlib import suppress
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
 
-from gradwire.bench.gpu import kernel_checks, timings
+from gradwire.bench.gpu import compare, kernel_checks, timings
 from gradwire.bench.gpu.compare import Skipped
 from gradwire.bench.implementations import GRADWIRE
 from gradwire.bench.kernel_cases import CASES
@@ -30,8 +31,8 @@ def of_case(case):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.testing, "assert_close", lambda *_, **__: None)
-        for check in CHECKS:
-            patch.setattr(module, check, lambda *_: None, raising=False)
+        for place, check in product((module, compare), CHECKS):
+            patch.setattr(place, check, lambda *_: None, raising=False)
         return recorded_launches(run)
 
 

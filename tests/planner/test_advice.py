@@ -15,7 +15,7 @@ from rich.console import Console
 from gradwire.bench.converge import target_of, to_target
 from gradwire.bench.implementations import GRADWIRE
 from gradwire.bench.record import Metric, load
-from gradwire.cli.advise import print_advice, to_json
+from gradwire.cli.advice_report import print_advice, to_json
 from gradwire.planner.hook_registry import HOOKS, STEPS_TO_TARGET, TOLERATED_STEPS, is_aggressive
 from gradwire.planner.model import (
     BETWEEN_NODES,

@@ -9,9 +9,10 @@ from torch import nn
 
 from gradwire.bench.models import JOBS
 from gradwire.hooks import _handshake
-from gradwire.planner.compute_probe import measure_optimizer
 from gradwire.planner.jobs import Job, JobError, check, load
-from gradwire.planner.probe import GivenLink, measure
+from gradwire.planner.model import GivenLink
+from gradwire.planner.model_probe import measure_optimizer
+from gradwire.planner.probe import measure
 
 CPU = torch.device("cpu")
 MODULE = """

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from gradwire.planner import link_probe
-from gradwire.planner.compute_probe import EqualRanks, message_of
+from gradwire.planner.hook_probe import EqualRanks, message_of
 from gradwire.planner.link_probe import bytes_out_of_node, ideal_link, measure_link, message_maker
-from gradwire.planner.model import BETWEEN_NODES, IN_NODE, Message
+from gradwire.planner.model import BETWEEN_NODES, IN_NODE, GivenLink, Message
 
 CPU = torch.device("cpu")
 KINDS = ("all-reduce float32", "all-reduce bfloat16", "all-to-all", "all-gather")
@@ -47,8 +47,13 @@ def test_shots_between_nodes_leave_a_node_once(world_size, ranks_per_node, expec
     assert [out[kind] for kind in ON_NODES if kind.endswith(IN_NODE)] == [0, 0]
 
 
+def on_nodes(nodes, ranks_per_node):
+    size = nodes * ranks_per_node
+    return GivenLink(world_size=size, bandwidth=8e9, latency=1e-3, ranks_per_node=ranks_per_node)
+
+
 def test_messages_in_a_node_take_no_bandwidth_between_nodes():
-    link = ideal_link(16, 8e9, 1e-3, [Message(kind, 1) for kind in ON_NODES], overhead=1e-4, ranks_per_node=8)
+    link = ideal_link(on_nodes(2, 8), [Message(kind, 1) for kind in ON_NODES], overhead=1e-4)
     measured = link.at(8e9)
     measured.costs["all-to-all" + IN_NODE] = link.costs["all-to-all" + IN_NODE]._replace(per_byte=1e-10)
     inside, between = (Message("all-to-all" + place, 1 << 20) for place in (IN_NODE, BETWEEN_NODES))
@@ -60,11 +65,11 @@ def test_messages_in_a_node_take_no_bandwidth_between_nodes():
 
 def test_given_link_sends_the_bytes_out_of_a_node_at_its_bandwidth():
     messages = [Message(kind, 1) for kind in KINDS]
-    link = ideal_link(16, 8e9, 1e-3, messages, overhead=1e-4, ranks_per_node=8)
+    link = ideal_link(on_nodes(2, 8), messages, overhead=1e-4)
     assert link.costs["all-reduce float32"] == pytest.approx((1e-4 + 2e-3, 1.875e-9))  # there and back
     assert link.costs["all-to-all"] == pytest.approx((1e-4 + 1e-3, 8e-9))
     assert link.costs["all-gather"] == pytest.approx((1e-4 + 1e-3, 1.875e-9))
-    for single in (ideal_link(2, 8e9, 1e-3, messages), ideal_link(2, 8e9, 1e-3, messages, ranks_per_node=2)):
+    for single in (ideal_link(on_nodes(2, 1), messages), ideal_link(on_nodes(1, 2), messages)):
         assert single.costs["all-to-all"] == pytest.approx((1e-3, 1e-9))
         assert single.costs["all-reduce float32"] == pytest.approx((2e-3, 1e-9))
 

@@ -13,7 +13,7 @@ from torch.nn import functional
 import gradwire
 from gradwire.bench import tasks
 from gradwire.bench.implementations import GRADWIRE
-from gradwire.cli.advise import print_advice
+from gradwire.cli.advice_report import print_advice
 from gradwire.hooks.default_hooks import allreduce_hook, bf16_compress_hook, fp16_compress_hook
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook

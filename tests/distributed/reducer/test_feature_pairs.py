@@ -21,7 +21,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.utils._pytree import tree_map_only
 
 import gradwire
-from gradwire.cli.run import compressed
+from gradwire.cli.run_compression import compressed
 from tests.distributed.reducer.test_mixed_precision import MixedPrecision, no_streams
 from tests.support.bits import differences
 from tests.support.features import CAP

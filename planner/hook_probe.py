@@ -1,4 +1,4 @@
-"""Measurements on one device: a step of the model without gradient exchange, and the computation of each hook.
+"""Measurement of the computation of hooks, on one device.
 
 A hook runs as in training, but on a `TimingExecutor` with simulated collectives: as if all ranks sent the same values.
 The computation between them is timed.
@@ -6,9 +6,8 @@ The computation between them is timed.
 
 import gc
 import time
-from collections.abc import Iterable, Sequence
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,136 +17,23 @@ from torch.futures import Future
 from gradwire.comm import Executor, Transport, Workspace, connections_of, run_algorithm
 from gradwire.comm.executor import MAX_TASKS_IN_FLIGHT, Task
 from gradwire.comm.transport import AllReduce, AllToAll, Collective, Shot, pieces_on_gloo
-from gradwire.hooks._bucket import GradBucket, is_zero_copy, zero_copy
-from gradwire.hooks.debugging_hooks import noop_hook
+from gradwire.hooks._bucket import is_zero_copy
 from gradwire.hooks.default_hooks import allreduce_hook
 from gradwire.hooks.telemetry import Mark, durations
 from gradwire.planner.clock import spin, synchronize
 from gradwire.planner.hook_registry import HOOKS, Registration
-from gradwire.planner.jobs import Job, JobError
-from gradwire.planner.model import BETWEEN_NODES, IN_NODE, BucketCost, HookCost, Message, ModelCost, Overlap
-from gradwire.reducer import DistributedDataParallel
-from gradwire.reducer.bucket import BucketSpec, DenseBucket
+from gradwire.planner.model import BETWEEN_NODES, IN_NODE, BucketCost, HookCost, Message
+from gradwire.planner.model_probe import MAX_STEPS, Buckets
+from gradwire.reducer.bucket import DenseBucket
 
-WARM_UP = 3  # steps: the first builds buckets, the second rebuilds them
 FIRST_COMPRESSED = 2
-MIN_STEPS, MAX_STEPS = 3, 10
-OPTIMIZER_STEPS = 6  # equal on all ranks, as a step may be collective; the first creates the state
-
-
-class Buckets(NamedTuple):
-    """The buckets and gradients of a model."""
-
-    specs: list[BucketSpec]  # in the order of launch
-    gradients: list[Tensor]  # copies, in the order of the model's parameters
-
-
-def measure_model(
-    job: Job, group: dist.ProcessGroup, device: torch.device, overlap: Overlap, budget: float
-) -> tuple[ModelCost, Buckets]:
-    """Time a step of the model without gradient exchange; also return its buckets. A collective call.
-
-    No more steps start after ``budget`` seconds; at least `MIN_STEPS` are timed.
-    """
-    launches: list[Mark] = []
-    specs: list[BucketSpec] = []
-    ddp = DistributedDataParallel(job.model, process_group=group)
-
-    @zero_copy  # annotations must not be strings, so this module does not import annotations from __future__
-    def note_launch(_: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        launches.append(Mark(device))
-        specs.append(spec_of(bucket, bucket.parameter_names(), bucket.model_parameters))  # type: ignore[attr-defined]
-        return noop_hook(None, bucket)
-
-    ddp.register_comm_hook(None, note_launch)
-    samples: list[list[float]] = []
-    for step in range(WARM_UP + MAX_STEPS):
-        if step == WARM_UP:
-            started = time.monotonic()
-        ddp.zero_grad(set_to_none=True)
-        launches.clear()
-        specs.clear()
-        dist.barrier(group)
-        synchronize(device)
-        begin = Mark(device)
-        loss = job.loss(ddp)
-        between = Mark(device)
-        loss.backward()
-        end = Mark(device)
-        synchronize(device)
-        if step >= WARM_UP:
-            samples.append([_seconds(begin, between), *(_seconds(between, each) for each in (*launches, end))])
-            if _all_agree(len(samples) >= MIN_STEPS and time.monotonic() - started > budget, group, device):
-                break
-    forward, *ready, backward = map(median, zip(*samples, strict=True))
-    parameters = [p for spec in specs for p in spec.parameters]
-    gradients = [p.grad.detach().clone() for p in parameters if p.grad is not None]
-    cost = ModelCost(
-        forward=forward,
-        backward=backward,
-        ready=tuple(ready),
-        gradient_bytes=sum(gradient.nbytes for gradient in gradients),
-        overlap=overlap,
-        spread=spread_of(forward + backward for forward, *_, backward in samples),
-    )
-    return cost, Buckets(list(specs), gradients)
-
-
-def spread_of(seconds: Iterable[float]) -> float:
-    """The longest time over the shortest."""
-    times = list(seconds)
-    return max(times) / min(times)
-
-
-def measure_optimizer(job: Job, device: torch.device) -> float | None:
-    """Time a step of the job's optimizer on the gradients that the model has; None without an optimizer.
-
-    The steps change the model. Raises JobError if a step fails.
-    """
-    if job.optimizer is None:
-        return None
-    samples = []
-    for _ in range(OPTIMIZER_STEPS):
-        synchronize(device)
-        begin = Mark(device)
-        try:
-            job.optimizer.step()
-        except Exception as error:
-            raise JobError(f"optimizer.step() raised {type(error).__name__}: {error}.") from error
-        end = Mark(device)
-        synchronize(device)
-        samples.append(_seconds(begin, end))
-    return median(samples[1:])
-
-
-def spec_of(bucket: GradBucket, names: list[str], model_parameters: Sequence[Tensor]) -> BucketSpec:
-    """The specification of a bucket of either DDP; with the model's parameters, one handshake serves all buckets."""
-    parameters = bucket.parameters()
-    return BucketSpec(
-        index=bucket.index(),
-        is_last=bucket.is_last(),
-        members=list(range(len(parameters))),
-        parameters=parameters,
-        names=names,
-        model_parameters=model_parameters,
-    )
-
-
-def _seconds(begin: Mark, end: Mark) -> float:
-    return 1e-3 * end.milliseconds_since(begin)
-
-
-def _all_agree(is_done: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
-    flag = torch.tensor(int(is_done), device=device)
-    dist.all_reduce(flag, dist.ReduceOp.MIN, group=group)
-    return bool(flag)
 
 
 class EqualRanks(Transport):
     """Collectives of ranks that all send the same values, simulated in one process, with gloo's pieces or without."""
 
     def __init__(
-        self, world_size: int, is_gloo: bool, device: torch.device, local_size: int = 1, round_trip: float = 0.0
+        self, world_size: int, is_gloo: bool, device: torch.device, local_size: int, round_trip: float = 0.0
     ) -> None:
         super().__init__(world_size)
         self.local_size, self.round_trip = local_size, round_trip
@@ -214,17 +100,9 @@ class HookProbe:
     """Runs one hook on the buckets of a model and times it; replaces the group's executor by a `TimingExecutor`."""
 
     def __init__(
-        self,
-        name: str,
-        buckets: Buckets,
-        group: dist.ProcessGroup,
-        world_size: int,
-        device: torch.device,
-        local_size: int = 1,
-        round_trip: float = 0.0,
+        self, name: str, buckets: Buckets, group: dist.ProcessGroup, transport: EqualRanks, device: torch.device
     ) -> None:
         self._name, self._gradients, self._device = name, buckets.gradients, device
-        transport = EqualRanks(world_size, dist.get_backend(group) == "gloo", device, local_size, round_trip)
         self._executor = TimingExecutor(transport, device)
         connections_of(group).replace_executor(self._executor, device)
         self._buckets = [DenseBucket(spec, as_view=False) for spec in buckets.specs]
@@ -235,14 +113,13 @@ class HookProbe:
     def measure(self, budget: float) -> HookCost:
         """Measure the cost of the hook, in steps for ``budget`` seconds; at least two are timed."""
         before = _tensor_bytes()
-        started = time.monotonic()
-        for step in range(FIRST_COMPRESSED + 1 + MAX_STEPS):
-            if step == FIRST_COMPRESSED + 1:
-                self._samples = [[] for _ in self._buckets]
-                started = time.monotonic()
+        for _ in range(FIRST_COMPRESSED + 1):
             self._step()
-            if step > FIRST_COMPRESSED + 1 and time.monotonic() - started > budget:
-                break
+        self._samples = [[] for _ in self._buckets]
+        started, steps = time.monotonic(), 0
+        while steps < 2 or (steps < MAX_STEPS and time.monotonic() - started <= budget):
+            self._step()
+            steps += 1
         memory = _tensor_bytes() - before
         medians = [list(map(median, zip(*samples, strict=True))) for samples in self._samples]
         costs = [
