@@ -20,7 +20,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from gradwire.kernels.dispatch import choose
+from gradwire.kernels.dispatch import use_triton
 
 # How far the scale rises while absmax is 0. At 2^32, fp16's smallest number, 2^-24, stands for a gradient of 2^-56.
 BLIND_EXPONENT = 32
@@ -78,4 +78,8 @@ def update_scale_reference(
 
 def bound_update_scale(device: torch.device) -> Callable[..., None]:
     """`update_scale_reference` for ``device``, or the Triton kernel: one launch without a synchronization."""
-    return choose(device, update_scale_reference, update_scale_reference)
+    if use_triton(device):
+        from gradwire.kernels.delayed_scaling_triton import update_scale_triton
+
+        return update_scale_triton
+    return update_scale_reference
