@@ -16,6 +16,8 @@ All ranks pass equal inputs and get bitwise equal results. One program; it reads
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -79,7 +81,6 @@ def update_scale_reference(
 def bound_update_scale(device: torch.device) -> Callable[..., None]:
     """`update_scale_reference` for ``device``, or the Triton kernel: one launch without a synchronization."""
     if use_triton(device):
-        from gradwire.kernels.delayed_scaling_triton import update_scale_triton
-
-        return update_scale_triton
+        launchers: Any = import_module("gradwire.kernels.delayed_scaling_triton")
+        return cast("Callable[..., None]", launchers.update_scale_triton)
     return update_scale_reference

@@ -18,17 +18,16 @@ Traffic for N elements, with s bytes per gradient element and w bytes per wire e
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gradwire.kernels.dispatch import use_triton
 from gradwire.kernels.layouts import WIRE_DTYPES, compute_dtype, memory_order
-
-if TYPE_CHECKING:  # it imports this file
-    from gradwire.kernels.segment_table import Run, SegmentTable
+from gradwire.kernels.segment_table import Run, SegmentTable
 
 LARGEST = {dtype: torch.finfo(dtype).max for dtype in WIRE_DTYPES}
 
@@ -99,12 +98,28 @@ def narrow_reference(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if dtype == torch.float64 else x.to(torch.float32).to(dtype)
 
 
-def _members(tensors: Sequence[Tensor], table: SegmentTable, run: Run) -> list[Tensor]:
-    """The tensors of a run, or for a slice that part of its tensor, 1-D."""
-    if not run.is_slice:
-        return list(tensors[run.first : run.last])
+def _scratch(table: SegmentTable, dtype: torch.dtype) -> list[tuple[Run, Tensor, list[Tensor]]]:
+    """For each run with elements, uninitialized memory in ``dtype``, 1-D, and its views: in the shapes of the run's
+    tensors, or for a slice the memory itself.
+    """
+    # Kept: for many small tensors, views cost more than the copies.
+    if table.scratch[0] != dtype:
+        memory = torch.empty(max(run.stop - run.start for run in table.runs), dtype=dtype, device=table.device)
+        scratch = []
+        for run in table.runs:
+            x = memory[: run.stop - run.start]
+            whole = range(run.first, 0 if run.is_slice else run.last)
+            views = [table.view(i, memory, table.offsets[i] - run.start) for i in whole]
+            if x.numel() > 0:
+                scratch.append((run, x, views or [x]))
+        table.scratch = (dtype, scratch)
+    return table.scratch[1]
+
+
+def _slice(table: SegmentTable, run: Run, tensor: Tensor) -> Tensor:
+    """The part of its tensor that ``run`` is, 1-D."""
     begin = run.start - table.offsets[run.first]
-    return [memory_order(tensors[run.first])[begin : begin + run.stop - run.start]]
+    return memory_order(tensor)[begin : begin + run.stop - run.start]
 
 
 def flatten_cpu(
@@ -124,8 +139,8 @@ def flatten_cpu(
         _scale(tensors, table, out, scale)
         return
     multiplier = torch.tensor(scale, dtype=table.compute, device=out.device)  # made once, not in each `mul`
-    for run, x, views in table.scratch(table.compute):
-        members = _members(tensors, table, run)
+    for run, x, views in _scratch(table, table.compute):
+        members = [_slice(table, run, tensors[run.first])] if run.is_slice else list(tensors[run.first : run.last])
         if run.is_slice and table.dtype == table.compute:  # one pass less
             torch.mul(members[0], multiplier, out=x)
         else:
@@ -175,9 +190,10 @@ def unflatten_cpu(
     if scale == 1 and absmax is None:  # a copy casts by itself
         torch._foreach_copy_(list(tensors), table.views(wire))
         return
-    for run, x, views in table.scratch(compute_dtype(wire.dtype, table.dtype)):
+    for run, x, views in _scratch(table, compute_dtype(wire.dtype, table.dtype)):
         x.copy_(wire[run.start : run.stop]).mul_(scale)
-        torch._foreach_copy_(_members(tensors, table, run), views)
+        members = [_slice(table, run, tensors[run.first])] if run.is_slice else list(tensors[run.first : run.last])
+        torch._foreach_copy_(members, views)
         if absmax is not None:
             low, high = torch.aminmax(x)
             # Rounding is monotonic, so this is the maximum of the rounded elements.
@@ -195,9 +211,8 @@ class FlattenKernels(NamedTuple):
 def bound_flatten(device: torch.device) -> FlattenKernels:
     """The operations for tensors of ``device``; a table keeps them as `SegmentTable.kernels`."""
     if use_triton(device):
-        from gradwire.kernels.flatten_triton import flatten_triton, unflatten_triton
-
-        return FlattenKernels(flatten_triton, unflatten_triton)
+        launchers: Any = import_module("gradwire.kernels.flatten_triton")
+        return FlattenKernels(launchers.flatten_triton, launchers.unflatten_triton)
     if device.type == "cpu":
         return FlattenKernels(flatten_cpu, unflatten_cpu)
     return FlattenKernels(flatten_reference, unflatten_reference)

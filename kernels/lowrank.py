@@ -29,8 +29,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib import import_module
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -46,8 +47,6 @@ SAFE_NORMS = (1e-140, 1e140)
 
 def project_reference(operands: Operands, q: Tensor, p: Tensor, scale: float) -> None:
     """M = G + E; P = scale M Q, for every matrix of a bucket (PowerSGD, algorithm 1).
-
-    Reads G and E, and writes M if it is kept.
 
     Args:
         operands: the matrices. With ``keep``, the target is overwritten with M. If ``uncompressed`` gradients are sent
@@ -71,8 +70,6 @@ def project_reference(operands: Operands, q: Tensor, p: Tensor, scale: float) ->
 def backproject_reference(operands: Operands, p: Tensor, q: Tensor, scale: float) -> None:
     """Q = scale M^T P, for every matrix of a bucket (PowerSGD, algorithm 1).
 
-    Reads M, or G and E.
-
     Args:
         operands: the matrices, after `project` if it keeps M. Not modified. If ``uncompressed`` gradients are sent with
             Q, they are written onto their wire, times ``scale``.
@@ -88,8 +85,6 @@ def backproject_reference(operands: Operands, p: Tensor, q: Tensor, scale: float
 
 def reconstruct_reference(operands: Operands, p: Tensor, q: Tensor, finite: Tensor) -> None:
     """out = P Q^T into the target; E = M - out, for every matrix whose factors are finite (algorithm 2).
-
-    Reads M, or G and E, and writes out and E.
 
     With ``operands.renewal``, P or Q is renewed first, as by `renew_reference`, and the number of the step advances.
     With ``operands.uncompressed``, these gradients are read from their wire.
@@ -149,8 +144,6 @@ def renew_reference(
 ) -> None:
     """next_c = q_c / |q_c| for each column of every finite factor, or a random unit column where q_c is zero.
 
-    Reads the wire twice, because norms come first: in Triton, in two launches.
-
     Args:
         wire: the packed factors, averaged over the ranks: fp32, bf16 or fp64.
         layout: layout of the factors.
@@ -195,10 +188,9 @@ def project_cpu(operands: Operands, q: Tensor, p: Tensor, scale: float) -> None:
     """`project` on a CPU."""
     table = operands.table
     _prepare_wire(operands, table.p, p, scale)
-    qs = table.q.cached_views(q)
     # Factors are computed on the wire itself if it has the dtype of the arithmetic.
     product = p if p.dtype == table.compute else torch.zeros_like(p, dtype=table.compute)
-    ps = table.p.cached_views(p) if product is p else table.p.views(product)
+    qs, ps = table.q.cached_views(q), table.p.cached_views(p) if product is p else table.p.views(product)
     for i, source, target, *error, columns in _blocks(table, ps, operands.source, operands.target, operands.error):
         # P = Q M^T block by block: the columns of a factor stored transposed are rows of M.
         m = _add(source, error, table.scratch[i])
@@ -212,9 +204,8 @@ def backproject_cpu(operands: Operands, p: Tensor, q: Tensor, scale: float) -> N
     """`backproject` on a CPU."""
     table = operands.table
     _prepare_wire(operands, table.q, q, scale)
-    ps = table.p.cached_views(p)
     product = q if q.dtype == table.compute else torch.empty_like(q, dtype=table.compute)
-    qs = table.q.cached_views(q) if product is q else table.q.views(product)
+    ps, qs = table.p.cached_views(p), table.q.cached_views(q) if product is q else table.q.views(product)
     product.zero_()  # sums over the blocks, in their order
     parts_of_m = (operands.target, None) if operands.keep else (operands.source, operands.error)
     for i, m, *error, columns in _blocks(table, ps, *parts_of_m):
@@ -296,9 +287,8 @@ def bound_low_rank(table: MatrixTable) -> LowRankKernels:
     passes: tuple[Operation, Operation, Operation]
     passes = (project_reference, backproject_reference, reconstruct_reference)
     if table.can_use_triton():
-        from gradwire.kernels.lowrank_triton import backproject_triton, project_triton, reconstruct_triton
-
-        passes = (project_triton, backproject_triton, reconstruct_triton)
+        launchers: Any = import_module("gradwire.kernels.lowrank_triton")
+        passes = (launchers.project_triton, launchers.backproject_triton, launchers.reconstruct_triton)
     elif table.device.type == "cpu":
         passes = (project_cpu, backproject_cpu, reconstruct_cpu)
     orthogonalize = bound_orthogonalize(table.device, table.compute, table.compute, table.largest_rank)
@@ -308,9 +298,8 @@ def bound_low_rank(table: MatrixTable) -> LowRankKernels:
 def bound_renew(device: torch.device, dtype: torch.dtype) -> Operation:
     """`renew_reference` for factors in ``dtype``, or its Triton kernels or CPU path."""
     if dtype == torch.float32 and use_triton(device):
-        from gradwire.kernels.lowrank_triton import renew_triton
-
-        return renew_triton
+        launchers: Any = import_module("gradwire.kernels.lowrank_triton")
+        return cast("Operation", launchers.renew_triton)
     return renew_cpu if device.type == "cpu" else renew_reference
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from typing import Any
 
 import torch
@@ -26,17 +27,16 @@ from torch import Tensor
 
 from gradwire.kernels.common_triton import kernel, load_fields, triton_dtype, uniform_triton
 from gradwire.kernels.dispatch import has_tf32
-from gradwire.kernels.flatten_triton import flatten_chunk, unflatten_chunk
+from gradwire.kernels.flatten_triton import move_chunk
 from gradwire.kernels.matrix_table import (
     ALIGN_NUMEL,
     ELEMENTWISE_RANK,
+    SUM_NUMEL,
     FactorLayout,
     MatrixTable,
     Operands,
     Renewal,
     Uncompressed,
-    chunks,
-    strips,
 )
 from gradwire.kernels.segment_table import CHUNK_NUMEL
 
@@ -46,8 +46,7 @@ STAGES_TO_Q: dict[tuple[int, str | None], int] = {(4, "tf32"): 3, (2, "tf32"): 2
 # Columns of a factor in one `tl.dot`. With 64, M^T P in TF32 has the shape of Hopper's and Blackwell's asynchronous
 # products, which need more than 64 KiB of shared memory; in fp32 it spills.
 DOT_WIDTH = 32
-# A program adds up a chunk of this many elements of a factor, this many partial sums at a time.
-SUM_NUMEL = 256
+# Partial sums that a program adds up at a time.
 SUM_STRIPS = 4
 # `renew`: elements of a row of a factor that a program handles at a time.
 BLOCK_NUMEL = 1024
@@ -65,14 +64,16 @@ class Pass:
     """What the kernels of one pass over the matrices of a bucket are compiled for."""
 
     to_p: bool  # whether strips run along rows: for P, and for the result; for Q, they run down columns
-    keeps: bool  # whether the pass stores M in the target
-    is_kept: bool  # whether an earlier pass did
     has_error: bool
     source: Any  # Triton dtype of gradients and results
     rank: int  # `MatrixTable.padded_rank`
     rows: int  # of a tile of M
     columns: int
-    precision: str | None = None  # of `tl.dot`; None: no `tl.dot`
+    width: int  # columns of a factor in one `tl.dot`; 1: no `tl.dot`
+    precision: str | None = None  # of `tl.dot`
+    keeps: bool = False  # whether the pass stores M in the target
+    is_kept: bool = False  # whether an earlier pass did
+    limit: float = inf  # largest magnitude of the result
 
 
 @triton.jit
@@ -102,28 +103,6 @@ def _load_m(
 
 
 @triton.jit
-def _load_tile(
-    memory,  # addresses of source, target and error, [n, m]
-    row,
-    column,
-    sizes,  # rows, columns, rank
-    PASS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """A tile of M in fp32, [ROWS, COLUMNS], and which of its rows, [ROWS, 1], and columns, [1, COLUMNS], exist."""
-    rows, columns, _ = sizes
-    ROWS: tl.constexpr = PASS.rows
-    offs_n = tl.arange(0, ROWS)[:, None]
-    offs_m = tl.arange(0, COLUMNS)[None, :]
-    mask_n = offs_n < tl.minimum(rows - row, ROWS).to(tl.int32)
-    mask_m = offs_m < _as_aligned((columns - column).to(tl.int32), ALIGNED)
-    offs = offs_n * _as_aligned(columns.to(tl.int32), ALIGNED) + offs_m
-    m = _load_m(memory, row * columns + column, offs, mask_n & mask_m, PASS, ALIGNED)
-    return m, mask_n, mask_m
-
-
-@triton.jit
 def _sum_rows(
     x,  # [ROWS, COLUMNS]
     ROWS: tl.constexpr,
@@ -136,7 +115,7 @@ def _sum_rows(
 
 
 @triton.jit
-def _multiply_elementwise(
+def _multiply_strip(
     memory,  # addresses of source, target and error, [n, m]
     factor,  # address of a factor, fp32: Q, [r, m], to compute P; P, [r, n], to compute Q
     first,  # row of M to compute P, column to compute Q
@@ -147,81 +126,61 @@ def _multiply_elementwise(
     ALIGNED: tl.constexpr,
     COLUMNS: tl.constexpr,  # of a tile, or half of them
 ):
-    """The products of a strip of M and each column of a factor, without `tl.dot`: [ROWS] for P.
+    """The product of a factor and a strip of M, in parts of `Pass.width` columns of the factor.
 
-    A thread keeps a sum for each of its elements of a tile and each column: these are added up once, after the loop;
-    for Q, [ROWS, COLUMNS], by the caller.
+    By `tl.dot`, [WIDTH, BLOCK]: Q M^T for P^T, P^T M for Q^T. Without it, a thread keeps a sum for each of its elements
+    of a tile and each column. These are added up once, after the loop: for P, [ROWS]; for Q, [ROWS, COLUMNS], by the
+    caller.
     """
     rows, columns, rank = sizes
     TO_P: tl.constexpr = PASS.to_p
-    RANK: tl.constexpr = PASS.rank
+    WIDTH: tl.constexpr = PASS.width
+    PARTS: tl.constexpr = PASS.rank // PASS.width
     ROWS: tl.constexpr = PASS.rows
     STEP: tl.constexpr = PASS.columns if PASS.to_p else PASS.rows
-    totals = tl.tuple(())
-    for _ in tl.static_range(RANK):
-        totals += (tl.zeros((ROWS, COLUMNS), dtype=tl.float32),)
-    for start in range(begin, end, STEP):
-        row = first if TO_P else start
-        column = start if TO_P else first
-        m, mask_n, mask_m = _load_tile(memory, row, column, sizes, PASS, ALIGNED, COLUMNS)
-        added = tl.tuple(())  # a loop carries a tuple as a whole: its elements cannot be replaced one by one
-        for r in tl.static_range(RANK):
-            # The columns added to the rank are copies of the last, whose sums are not stored.
-            across = columns if TO_P else rows  # the side that is summed over
-            column_ptr = factor.to(tl.pointer_type(tl.float32)) + (tl.minimum(r, rank - 1) * across + start)
-            if TO_P:
-                if ALIGNED:
-                    column_ptr = tl.multiple_of(column_ptr, 16)
-                x = tl.load(column_ptr + tl.arange(0, COLUMNS)[None, :], mask=mask_m, other=0)  # [1, COLUMNS]
-            else:
-                x = tl.load(column_ptr + tl.arange(0, ROWS)[:, None], mask=mask_n, other=0)  # [ROWS, 1]
-            added += (totals[r] + m * x,)
-        totals = added
-    if TO_P:
-        sums = tl.tuple(())
-        for r in tl.static_range(RANK):
-            sums += (_sum_rows(totals[r], ROWS, COLUMNS),)
-        totals = sums
-    return totals
-
-
-@triton.jit
-def _multiply_dot(
-    memory,  # addresses of source, target and error, [n, m]
-    factor,  # address of a factor, fp32: Q, [r, m], to compute P; P, [r, n], to compute Q
-    first,  # row of M to compute P, column to compute Q
-    end,  # column of M to compute P, row to compute Q
-    sizes,  # rows, columns, rank
-    begin,  # like end
-    PASS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """The product of a factor and a strip of M by `tl.dot`, in parts [WIDTH, BLOCK]: Q M^T for P^T, P^T M for Q^T."""
-    rows, columns, rank = sizes
-    TO_P: tl.constexpr = PASS.to_p
-    PARTS: tl.constexpr = PASS.rank // WIDTH
-    BLOCK: tl.constexpr = PASS.rows  # tiles are square
-    stride = _as_aligned(columns.to(tl.int32), ALIGNED) if TO_P else rows  # of the factor
+    across = columns if TO_P else rows  # the side that is summed over
+    stride = _as_aligned(columns.to(tl.int32), ALIGNED)
+    offs_n = tl.arange(0, ROWS)[:, None]
+    offs_m = tl.arange(0, COLUMNS)[None, :]
+    offs = offs_n * stride + offs_m  # [ROWS, COLUMNS]
     factor_ptr = factor.to(tl.pointer_type(tl.float32))
     totals = tl.tuple(())
     for _ in tl.static_range(PARTS):
-        totals += (tl.zeros((WIDTH, BLOCK), dtype=tl.float32),)
-    for start in range(begin, end, BLOCK):
+        totals += (tl.zeros((ROWS if WIDTH == 1 else WIDTH, COLUMNS), dtype=tl.float32),)
+    for start in range(begin, end, STEP):
         row = first if TO_P else start
         column = start if TO_P else first
-        m, mask_n, mask_m = _load_tile(memory, row, column, sizes, PASS, ALIGNED, BLOCK)
-        added = tl.tuple(())
+        mask_n = offs_n < tl.minimum(rows - row, ROWS).to(tl.int32)
+        mask_m = offs_m < _as_aligned((columns - column).to(tl.int32), ALIGNED)
+        m = _load_m(memory, row * columns + column, offs, mask_n & mask_m, PASS, ALIGNED)
+        added = tl.tuple(())  # a loop carries a tuple as a whole: its elements cannot be replaced one by one
         for part in tl.static_range(PARTS):
-            offs_r = part * WIDTH + tl.arange(0, WIDTH)
-            part_ptrs = factor_ptr + start + offs_r.to(tl.int64) * stride
-            if TO_P and ALIGNED:
-                part_ptrs = tl.multiple_of(part_ptrs, 16)
-            mask = (offs_r < rank)[:, None] & (mask_m if TO_P else tl.trans(mask_n))
-            x = tl.load(part_ptrs[:, None] + tl.arange(0, BLOCK)[None, :], mask=mask, other=0)  # [WIDTH, BLOCK]
-            # TF32 is enough: the error memory is computed from the result as it was sent, whatever rounded the factors.
-            added += (tl.dot(x, tl.trans(m) if TO_P else m, totals[part], input_precision=PASS.precision),)
+            if WIDTH == 1:
+                # The columns added to the rank are copies of the last, whose sums are not stored.
+                column_ptr = factor_ptr + (tl.minimum(part, rank - 1) * across + start)
+                if TO_P:
+                    if ALIGNED:
+                        column_ptr = tl.multiple_of(column_ptr, 16)
+                    x = tl.load(column_ptr + offs_m, mask=mask_m, other=0)  # [1, COLUMNS]
+                else:
+                    x = tl.load(column_ptr + offs_n, mask=mask_n, other=0)  # [ROWS, 1]
+                added += (totals[part] + m * x,)
+            else:
+                offs_r = part * WIDTH + tl.arange(0, WIDTH)
+                part_ptrs = factor_ptr + start + offs_r.to(tl.int64) * (stride if TO_P else across)
+                if TO_P and ALIGNED:
+                    part_ptrs = tl.multiple_of(part_ptrs, 16)
+                offs_across = tl.arange(0, STEP)[None, :]
+                mask = (offs_r < rank)[:, None] & (mask_m if TO_P else offs_across < rows - row)
+                x = tl.load(part_ptrs[:, None] + offs_across, mask=mask, other=0)  # [WIDTH, BLOCK]
+                # TF32 is enough: the error memory is computed from the result as it was sent, however factors round.
+                added += (tl.dot(x, tl.trans(m) if TO_P else m, totals[part], input_precision=PASS.precision),)
         totals = added
+    if TO_P and WIDTH == 1:
+        sums = tl.tuple(())
+        for r in tl.static_range(PARTS):
+            sums += (_sum_rows(totals[r], ROWS, COLUMNS),)
+        totals = sums
     return totals
 
 
@@ -229,13 +188,12 @@ def _multiply_dot(
 def _multiply_kernel(
     addresses_ptr,  # [3, matrices] int64: `Operands.addresses`
     layout_ptr,  # [5, matrices] int64: `MatrixTable.packed`
-    strips_ptr,  # [5, programs] int64: `strips`
+    strips_ptr,  # [5, programs] int64: `Product.strips`
     factor_ptr,  # packed Q for P, packed P for Q, fp32
     partial_ptr,  # the partial sums of each matrix, one after another, [strips, r, n] or [strips, r, m] fp32
     n_matrices,
     n_programs,
     PASS: tl.constexpr,
-    WIDTH: tl.constexpr,  # columns of the factor in one `tl.dot`
 ):
     """One block of P or of Q, summed over one strip of M."""
     program = tl.program_id(0).to(tl.int64)
@@ -245,49 +203,42 @@ def _multiply_kernel(
     p_offset, q_offset = load_fields(layout_ptr, n_matrices, matrix, 3, 5)
     memory = load_fields(addresses_ptr, n_matrices, matrix, 0, 3)
     TO_P: tl.constexpr = PASS.to_p
-    RANK: tl.constexpr = PASS.rank
-    BLOCK: tl.constexpr = PASS.rows if PASS.to_p else PASS.columns
+    WIDTH: tl.constexpr = PASS.width
+    PARTS: tl.constexpr = PASS.rank // PASS.width
+    COLUMNS: tl.constexpr = PASS.columns
+    HALF: tl.constexpr = PASS.columns // 2
     # An integer: AMD's compiler forgets the alignment of a pointer derived from an argument.
     factor = (factor_ptr + (q_offset if TO_P else p_offset)).to(tl.int64)
     strip = (memory, factor, first, end, sizes)
-    # The aligned branch moves 16 bytes at a time, the other one element.
-    is_aligned = (memory[0] | memory[1] | memory[2] | factor | columns * 2) % 16 == 0
-    if PASS.precision is None:
+    if WIDTH == 1:
         partial_ptr += load_fields(strips_ptr, n_programs, program, 4, 5)[0]
-        # Both branches add in the same order, so that the bits do not depend on the alignment.
-        COLUMNS: tl.constexpr = PASS.columns
-        HALF: tl.constexpr = PASS.columns // 2
-        if is_aligned:
-            totals = _multiply_elementwise(*strip, begin, PASS, True, COLUMNS)
-        elif TO_P:
-            # Half a tile at a time: an address and a mask per element take registers.
-            left = _multiply_elementwise(*strip, begin, PASS, False, HALF)
-            right = _multiply_elementwise(*strip, begin + HALF, PASS, False, HALF)
-            totals = tl.tuple(())
-            for r in tl.static_range(RANK):
-                totals += (left[r] + right[r],)
-        else:
-            totals = _multiply_elementwise(*strip, begin, PASS, False, COLUMNS)
-        along = rows if TO_P else columns
-        offs_along = tl.arange(0, BLOCK)
-        mask_along = offs_along < along - first
-        for r in tl.static_range(RANK):
-            total = totals[r] if TO_P else tl.sum(totals[r], axis=0)
-            tl.store(partial_ptr + (r * along + first) + offs_along, total, mask=mask_along & (r < rank))
+    # The aligned branch moves 16 bytes at a time, the other one element. Without `tl.dot`, both add in the same order,
+    # so that the bits do not depend on the alignment.
+    if (memory[0] | memory[1] | memory[2] | factor | columns * 2) % 16 == 0:
+        totals = _multiply_strip(*strip, begin, PASS, True, COLUMNS)
+    elif TO_P and WIDTH == 1:
+        # Half a tile at a time: an address and a mask per element take registers.
+        left = _multiply_strip(*strip, begin, PASS, False, HALF)
+        right = _multiply_strip(*strip, begin + HALF, PASS, False, HALF)
+        totals = tl.tuple(())
+        for r in tl.static_range(PARTS):
+            totals += (left[r] + right[r],)
     else:
-        if is_aligned:
-            totals = _multiply_dot(*strip, begin, PASS, True, WIDTH)
-        else:
-            totals = _multiply_dot(*strip, begin, PASS, False, WIDTH)
+        totals = _multiply_strip(*strip, begin, PASS, False, COLUMNS)
+    if WIDTH > 1:
         # Loaded only here: before the loop they would occupy scalar registers throughout, which are scarce on AMD.
         partial_ptr += load_fields(strips_ptr, n_programs, program, 4, 5)[0]
         if TO_P:
             rows = load_fields(layout_ptr, n_matrices, matrix, 0, 1, VOLATILE=True)[0]
             rank = load_fields(layout_ptr, n_matrices, matrix, 2, 3, VOLATILE=True)[0]
-        along = rows if TO_P else columns
-        offs_along = tl.arange(0, BLOCK)
-        mask_along = offs_along < along - first
-        for part in tl.static_range(RANK // WIDTH):
+    along = rows if TO_P else columns
+    offs_along = tl.arange(0, PASS.rows if TO_P else COLUMNS)
+    mask_along = offs_along < along - first
+    for part in tl.static_range(PARTS):
+        if WIDTH == 1:
+            total = totals[part] if TO_P else tl.sum(totals[part], axis=0)
+            tl.store(partial_ptr + (part * along + first) + offs_along, total, mask=mask_along & (part < rank))
+        else:
             offs_r = part * WIDTH + tl.arange(0, WIDTH)
             column_ptrs = partial_ptr + first + offs_r.to(tl.int64) * along
             mask = (offs_r < rank)[:, None] & mask_along[None, :]
@@ -297,7 +248,7 @@ def _multiply_kernel(
 @kernel
 def _sum_partials_kernel(
     partial_ptr,  # output of `_multiply_kernel`
-    chunks_ptr,  # [5, sums] int64: `chunks`
+    chunks_ptr,  # [5, sums] int64: `Product.chunks`
     out_ptr,  # packed factors in a wire dtype
     n_sums,
     scale: tl.float64,
@@ -305,7 +256,7 @@ def _sum_partials_kernel(
     CHUNK: tl.constexpr,
     STRIPS: tl.constexpr,
     ALIGN: tl.constexpr,
-    n_others=0,  # these: `_others`
+    n_others=0,  # chunks of gradients that are not compressed; the rest as in `_others`
     segments_ptr=None,
     wire_ptr=None,
     n_segments=0,
@@ -332,9 +283,9 @@ def _sum_partials_kernel(
         mask = offs < (size + ALIGN - 1) // ALIGN * ALIGN
         tl.store(out_ptr + offset + offs, result.to(out_ptr.dtype.element_ty), mask=mask)
     if segments_ptr is not None and program >= n_sums:
-        flatten_chunk(
-            segments_ptr, wire_ptr, None, n_segments, n_others, program - n_sums, multiplier, limit,
-            DTYPE, tl.float32, OTHERS_CHUNK,
+        move_chunk(
+            segments_ptr, wire_ptr, None, n_segments, n_others, program - n_sums, multiplier,
+            tl.full((), limit, tl.float32), True, DTYPE, tl.float32, OTHERS_CHUNK,
         )  # fmt: skip
 
 
@@ -348,7 +299,7 @@ def dot_precision(table: MatrixTable) -> str | None:
 def _strips(operands: Operands, to_p: bool, **options: Any) -> dict[str, Any]:
     """The arguments that the kernels whose programs work through strips have in common."""
     table, cut = operands.table, operands.table.tiling
-    strip_table = table.on_device.get(("strips", to_p), table.device, lambda: strips(table, to_p))
+    strip_table = table.on_device.get(("strips", to_p), table.device, lambda: table.products[to_p].strips)
     return {
         "addresses_ptr": table.on_device_addresses(operands.addresses),
         "layout_ptr": table.packed(),
@@ -386,17 +337,17 @@ def _multiply(operands: Operands, factor: Tensor, out: Tensor, scale: float, to_
     """Write ``scale`` M Q or ``scale`` M^T P into ``out``: the partial sums, then their sum."""
     table, others = operands.table, operands.uncompressed
     is_sent_now = others is not None and others.sent_with is (table.p if to_p else table.q)
-    last, precision = table.sides[to_p][-1], dot_precision(table)
-    partials = torch.empty(last.start + last.n_strips * last.size, dtype=torch.float32, device=table.device)
-    chunk_table = table.on_device.get(("chunks", to_p), table.device, lambda: chunks(table, to_p, SUM_NUMEL))
+    product, precision = table.products[to_p], dot_precision(table)
+    partials = torch.empty(product.numel, dtype=torch.float32, device=table.device)
+    chunk_table = table.on_device.get(("chunks", to_p), table.device, lambda: product.chunks)
     n_sums = chunk_table.shape[1]
     with torch.cuda.device_of(out):
         keeps, is_kept = operands.keep and to_p, operands.keep and not to_p
-        strip_arguments = _strips(operands, to_p, keeps=keeps, is_kept=is_kept, precision=precision)
+        width = 1 if precision is None else min(table.padded_rank, DOT_WIDTH)
+        strip_arguments = _strips(operands, to_p, keeps=keeps, is_kept=is_kept, precision=precision, width=width)
         _multiply_kernel[(strip_arguments["n_programs"],)](
             factor_ptr=factor,
             partial_ptr=partials,
-            WIDTH=min(table.padded_rank, DOT_WIDTH),
             num_warps=4 if table.padded_rank <= (32 if precision == "tf32" else 16) else 8,
             num_stages=STAGES if to_p else STAGES_TO_Q.get((table.dtype.itemsize, precision), STAGES),
             **strip_arguments,
@@ -440,7 +391,7 @@ def _norms_kernel(
     n_rows,
     advance_to: tl.int64,  # negative: one more than the number in memory
     BLOCK: tl.constexpr,
-    n_others=0,  # these: `_others`
+    n_others=0,  # chunks of gradients that are not compressed; the rest as in `_others`
     segments_ptr=None,
     wire_ptr=None,
     n_segments=0,
@@ -477,9 +428,9 @@ def _norms_kernel(
         if tl.sum(n_bad, axis=0) > 0:
             tl.atomic_min(finite_ptr + factor, 0, sem="relaxed")  # order does not matter: no fence
     if segments_ptr is not None and program >= n_rows:
-        unflatten_chunk(
-            segments_ptr, wire_ptr, None, n_segments, n_others, program - n_rows, 1.0,
-            DTYPE, tl.float32, OTHERS_CHUNK,
+        move_chunk(
+            segments_ptr, wire_ptr, None, n_segments, n_others, program - n_rows, 1.0, None,
+            False, DTYPE, tl.float32, OTHERS_CHUNK,
         )  # fmt: skip
 
 
@@ -553,8 +504,6 @@ def _reconstruct_strip(
     sizes,  # rows, columns, rank
     finite,
     Q_DTYPE: tl.constexpr,
-    LIMIT: tl.constexpr,
-    ELEMENTWISE: tl.constexpr,
     PASS: tl.constexpr,
     ALIGNED: tl.constexpr,
     COLUMNS: tl.constexpr,  # of a tile, or half of them
@@ -573,7 +522,7 @@ def _reconstruct_strip(
     p_columns = tl.tuple(())
     p = 0.0
     # P is loaded once: it stays in registers while the strip runs along the columns of M.
-    if ELEMENTWISE:
+    if PASS.width == 1:
         for r in tl.static_range(RANK):
             p_r = tl.load(p_ptr + (r * rows + row) + offs_n, mask=mask_n & (r < rank), other=0)  # [ROWS, 1]
             p_columns += (p_r.to(tl.float32),)
@@ -587,7 +536,7 @@ def _reconstruct_strip(
         first = row * columns + start
         if PASS.has_error:  # before the product, which then hides the latency
             m = _load_m(memory, first, offs, mask, PASS, ALIGNED)
-        if ELEMENTWISE:
+        if PASS.width == 1:
             out = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
             for r in tl.static_range(RANK):
                 q_column_ptr = q.to(tl.pointer_type(Q_DTYPE)) + (r * columns + start)
@@ -599,7 +548,7 @@ def _reconstruct_strip(
             q_ptrs = q.to(tl.pointer_type(Q_DTYPE)) + start + (offs_r.to(tl.int64) * columns)[:, None] + offs_m
             q_tile = tl.load(q_ptrs, mask=(offs_r < rank)[:, None] & mask_m, other=0).to(tl.float32)  # [RANK, COLUMNS]
             out = tl.dot(p, q_tile, input_precision="ieee")
-        out = tl.where(finite, tl.minimum(tl.maximum(out, -LIMIT), LIMIT), float("nan")).to(PASS.source)
+        out = tl.where(finite, tl.minimum(tl.maximum(out, -PASS.limit), PASS.limit), float("nan")).to(PASS.source)
         target_ptr = target.to(tl.pointer_type(PASS.source)) + first
         error_ptr = error.to(tl.pointer_type(tl.float32)) + first
         if ALIGNED:
@@ -617,16 +566,14 @@ def _reconstruct_strip(
 def _reconstruct_kernel(
     addresses_ptr,  # [3, matrices] int64: `Operands.addresses`
     layout_ptr,  # [5, matrices] int64: `MatrixTable.packed`
-    strips_ptr,  # [5, programs] int64: `strips` of P
+    strips_ptr,  # [5, programs] int64: `Product.strips` of P
     p_ptr,  # packed P, of any dtype
     q_ptr,  # packed Q, of any dtype
     finite_ptr,  # [matrices] int32
     n_matrices,
     n_programs,
-    LIMIT: tl.constexpr,
-    ELEMENTWISE: tl.constexpr,
     PASS: tl.constexpr,
-    n_rows=0,  # these: `_renew_row`
+    n_rows=0,  # rows to renew; the rest as in `_renew_row`
     factors_ptr=None,
     rows_ptr=None,
     norms_ptr=None,
@@ -653,11 +600,11 @@ def _reconstruct_kernel(
         strip = (memory, p_ptr + p_offset, q, row, begin, end, sizes, finite)
         # The aligned branch moves 16 bytes at a time, the other one element.
         if (memory[0] | memory[1] | memory[2] | q | sizes[1] * 2) % 16 == 0:
-            _reconstruct_strip(*strip, Q_DTYPE, LIMIT, ELEMENTWISE, PASS, True, COLUMNS)
+            _reconstruct_strip(*strip, Q_DTYPE, PASS, True, COLUMNS)
         else:
             # Half a tile at a time, because an address and a mask for every element take registers. Processes may take
             # different branches and get the same bits: every element is a sum over r, in order, in both.
-            _reconstruct_strip(*strip, Q_DTYPE, LIMIT, ELEMENTWISE, PASS, False, HALF)
+            _reconstruct_strip(*strip, Q_DTYPE, PASS, False, HALF)
 
 
 def _norms(
@@ -706,12 +653,11 @@ def reconstruct_triton(operands: Operands, p: Tensor, q: Tensor, finite: Tensor)
             row_arguments = _norms(factors, table.keys, renewal, finite, advances=True, others=unpacking)
         elif others is not None:
             others.table.kernels.unflatten(others.wire, others.target, others.target_table, 1.0, None)
-        strip_arguments = _strips(operands, to_p=True, keeps=False, is_kept=operands.keep)
+        width = 1 if is_elementwise else table.padded_rank
+        strip_arguments = _strips(operands, to_p=True, is_kept=operands.keep, limit=table.limit, width=width)
         _reconstruct_kernel[(strip_arguments["n_programs"] + row_arguments["n_rows"],)](
             p_ptr=p,
             q_ptr=q,
-            LIMIT=table.limit,
-            ELEMENTWISE=is_elementwise,
             num_warps=4 if is_elementwise else 8,
             **strip_arguments,
             **row_arguments,

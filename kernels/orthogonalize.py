@@ -25,7 +25,9 @@ registers of one program: little compared with the matrices.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from math import isnan
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -162,7 +164,6 @@ def bound_orthogonalize(
     CPU path. In Triton, small factors take one launch, large ones five.
     """
     if largest_rank <= MAX_RANK and out == torch.float32 and use_triton(device):
-        from gradwire.kernels.orthogonalize_triton import orthogonalize_triton
-
-        return orthogonalize_triton
+        launchers: Any = import_module("gradwire.kernels.orthogonalize_triton")
+        return cast("Callable[..., None]", launchers.orthogonalize_triton)
     return orthogonalize_cpu if device.type == "cpu" and torch.float64 not in (wire, out) else orthogonalize_reference

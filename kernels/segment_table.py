@@ -14,13 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import copy
 from functools import cached_property
+from importlib import import_module
 from itertools import accumulate, chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from gradwire.kernels.flatten import FlattenKernels, bound_flatten
 from gradwire.kernels.layouts import WIRE_DTYPES, compute_dtype, is_dense, layout_guard
 from gradwire.kernels.uploads import Upload
 
@@ -74,6 +74,7 @@ class SegmentTable:
         runs: element ranges that the CPU paths process at once, in wire order.
         n_chunks: number of programs of a kernel.
         fields: rows of the packed table between the addresses and the chunks.
+        scratch: memory of the CPU paths in one dtype, run by run, which `gradwire.kernels.flatten` makes.
 
     Raises:
         ValueError: the list is empty; dtypes or devices differ; a tensor is not floating point or complex, is sparse,
@@ -116,15 +117,16 @@ class SegmentTable:
         self._guard: Callable[..., bool] | None = None  # `layout_guard` of the first list that was checked
         self._packed: Upload | None = None
         self._views: tuple[int, torch.dtype, list[Tensor]] | None = None  # address and dtype of the wire, its views
-        self._scratch: tuple[torch.dtype, list[tuple[Run, Tensor, list[Tensor]]]] | None = None
+        self.scratch: tuple[torch.dtype | None, list[tuple[Run, Tensor, list[Tensor]]]] = (None, [])
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     @cached_property
-    def kernels(self) -> FlattenKernels:
-        """The operations on the table's device, chosen at the first use."""
-        return bound_flatten(self.device)
+    def kernels(self) -> Any:
+        """The `FlattenKernels` of the table's device, chosen at the first use."""
+        flatten: Any = import_module("gradwire.kernels.flatten")  # by name, like the Triton files: it imports this one
+        return flatten.bound_flatten(self.device)
 
     def check_wire(self, wire: Tensor) -> None:
         """Raise ValueError unless ``wire`` fits the table, and has a wire dtype."""
@@ -207,24 +209,6 @@ class SegmentTable:
         if self.is_complex:
             shape, stride = (*shape, 2), (*(2 * step for step in stride), 1)
         return flat[start : start + self.lengths[index]].as_strided(shape, stride)
-
-    def scratch(self, dtype: torch.dtype) -> list[tuple[Run, Tensor, list[Tensor]]]:
-        """Memory of the CPU paths: for each run with elements, uninitialized 1-D memory in ``dtype``, and its views.
-
-        The views are in the layouts of the run's tensors, or for a slice the memory itself. The last result is cached:
-        for many small tensors, views cost more than the copies.
-        """
-        if self._scratch is None or self._scratch[0] != dtype:
-            memory = torch.empty(max(run.stop - run.start for run in self.runs), dtype=dtype, device=self.device)
-            scratch = []
-            for run in self.runs:
-                x = memory[: run.stop - run.start]
-                whole = range(run.first, 0 if run.is_slice else run.last)
-                views = [self.view(i, memory, self.offsets[i] - run.start) for i in whole]
-                if x.numel() > 0:
-                    scratch.append((run, x, views or [x]))
-            self._scratch = (dtype, scratch)
-        return self._scratch[1]
 
     def real(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """`as_real` of each tensor."""
