@@ -9,14 +9,16 @@
     counter_random      random numbers that are equal on every rank and device
     segment_table, block_table, matrix_table    where the tensors, blocks and factors of a bucket lie
     layouts, uploads    memory order and dtypes of tensors; integers that kernels read on the device
-    dispatch            the choice between Triton kernels, CPU paths and references
+    dispatch            whether Triton kernels run
+    launch              launches of Triton kernels, and their recording for later steps
 
 A family is a file ``NAME``, with its references in plain PyTorch and the CPU paths, and a file ``NAME_triton``. The CPU
 paths of `quantize` are in `quantize_cpu`; `common_triton` has the device functions of several families.
 
 The references specify the operations: formulas, and arguments with shapes, dtypes and what is modified. A bucket binds
-the implementations for its device once, by ``bound_*`` or `SegmentTable.kernels`. Bound functions take the arguments of
-the references, and check nothing: layouts are checked where they are made.
+the implementations for its device once, by ``bound_*`` or `SegmentTable.kernels`: Triton kernels, CPU paths or
+references. Bound functions take the arguments of the references, and check nothing: layouts are checked where they are
+made.
 """
 
 from gradwire.kernels.block_table import (
@@ -42,7 +44,6 @@ from gradwire.kernels.layouts import (
     memory_order,
 )
 from gradwire.kernels.lowrank import (
-    LowRankKernels,
     backproject_reference,
     bound_low_rank,
     bound_renew,
@@ -53,7 +54,6 @@ from gradwire.kernels.lowrank import (
 )
 from gradwire.kernels.matrix_table import (
     ALIGN_NUMEL,
-    MAX_RANK,
     FactorLayout,
     Matrix,
     MatrixTable,
@@ -80,13 +80,11 @@ __all__ = [
     "HEADER_BYTES",
     "MAX_BLOCK_SIZE",
     "MAX_EXPONENT",
-    "MAX_RANK",
     "MIN_BLOCK_SIZE",
     "WIRE_DTYPES",
     "WIRE_FORMATS",
     "BlockTable",
     "FactorLayout",
-    "LowRankKernels",
     "Matrix",
     "MatrixTable",
     "MessageLayout",

@@ -16,11 +16,13 @@ All ranks pass equal inputs and get bitwise equal results. One program; it reads
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from gradwire.kernels.dispatch import choose
+from gradwire.kernels.dispatch import use_triton
 
 # How far the scale rises while absmax is 0. At 2^32, fp16's smallest number, 2^-24, stands for a gradient of 2^-56.
 BLIND_EXPONENT = 32
@@ -78,4 +80,7 @@ def update_scale_reference(
 
 def bound_update_scale(device: torch.device) -> Callable[..., None]:
     """`update_scale_reference` for ``device``, or the Triton kernel: one launch without a synchronization."""
-    return choose(device, update_scale_reference, update_scale_reference)
+    if use_triton(device):
+        launchers: Any = import_module("gradwire.kernels.delayed_scaling_triton")
+        return cast("Callable[..., None]", launchers.update_scale_triton)
+    return update_scale_reference

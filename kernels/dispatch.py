@@ -60,17 +60,12 @@ def use_triton(device: torch.device) -> bool:
     return possible and choice != "torch"
 
 
-def choose(device: torch.device, cpu: Function, reference: Function, takes_triton: bool = True) -> Function:
-    """The implementation for tensors of ``device``.
+def choose(device: torch.device, cpu: Function, reference: Function) -> Function:
+    """The implementation of `quantize`'s operations for tensors of ``device``.
 
-    Args:
-        device: device of the operands.
-        cpu: the CPU path.
-        reference: the function ``NAME_reference`` of a file ``FILE``, for other devices without Triton. The Triton
-            kernels are launched by the function ``NAME_triton`` of ``FILE_triton``.
-        takes_triton: whether the Triton kernels accept the operands.
+    ``NAME_triton`` of ``FILE_triton`` launches the Triton kernels of the reference, ``NAME_reference`` of ``FILE``.
     """
-    if takes_triton and use_triton(device):
+    if use_triton(device):
         launchers: Any = import_module(f"{reference.__module__}_triton")
         return cast("Function", getattr(launchers, reference.__name__.replace("_reference", "_triton")))
     return cpu if device.type == "cpu" else reference

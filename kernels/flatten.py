@@ -18,13 +18,14 @@ Traffic for N elements, with s bytes per gradient element and w bytes per wire e
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from gradwire.kernels.dispatch import choose
+from gradwire.kernels.dispatch import use_triton
 from gradwire.kernels.layouts import WIRE_DTYPES, compute_dtype, memory_order
 from gradwire.kernels.segment_table import Run, SegmentTable
 
@@ -209,7 +210,9 @@ class FlattenKernels(NamedTuple):
 
 def bound_flatten(device: torch.device) -> FlattenKernels:
     """The operations for tensors of ``device``; a table keeps them as `SegmentTable.kernels`."""
-    return FlattenKernels(
-        choose(device, flatten_cpu, flatten_reference),
-        choose(device, unflatten_cpu, unflatten_reference),
-    )
+    if use_triton(device):
+        launchers: Any = import_module("gradwire.kernels.flatten_triton")
+        return FlattenKernels(launchers.flatten_triton, launchers.unflatten_triton)
+    if device.type == "cpu":
+        return FlattenKernels(flatten_cpu, unflatten_cpu)
+    return FlattenKernels(flatten_reference, unflatten_reference)

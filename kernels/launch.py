@@ -112,11 +112,6 @@ class Kernel:
         parameters = inspect.signature(jitted.fn).parameters.values()
         self._defaults = {each.name: each.default for each in parameters}
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "jitted":  # not set yet: the object is being copied
-            raise AttributeError(name)
-        return getattr(self.jitted, name)
-
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
         if _thread.recording is None:
             return self.jitted[grid]  # type: ignore[no-any-return]

@@ -29,14 +29,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib import import_module
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from gradwire.kernels.counter_random import uniform
-from gradwire.kernels.dispatch import choose
+from gradwire.kernels.dispatch import use_triton
 from gradwire.kernels.matrix_table import FactorLayout, MatrixTable, Operands
 from gradwire.kernels.orthogonalize import bound_orthogonalize
 
@@ -46,8 +47,6 @@ SAFE_NORMS = (1e-140, 1e140)
 
 def project_reference(operands: Operands, q: Tensor, p: Tensor, scale: float) -> None:
     """M = G + E; P = scale M Q, for every matrix of a bucket (PowerSGD, algorithm 1).
-
-    Reads G and E, and writes M if it is kept.
 
     Args:
         operands: the matrices. With ``keep``, the target is overwritten with M. If ``uncompressed`` gradients are sent
@@ -71,8 +70,6 @@ def project_reference(operands: Operands, q: Tensor, p: Tensor, scale: float) ->
 def backproject_reference(operands: Operands, p: Tensor, q: Tensor, scale: float) -> None:
     """Q = scale M^T P, for every matrix of a bucket (PowerSGD, algorithm 1).
 
-    Reads M, or G and E.
-
     Args:
         operands: the matrices, after `project` if it keeps M. Not modified. If ``uncompressed`` gradients are sent with
             Q, they are written onto their wire, times ``scale``.
@@ -88,8 +85,6 @@ def backproject_reference(operands: Operands, p: Tensor, q: Tensor, scale: float
 
 def reconstruct_reference(operands: Operands, p: Tensor, q: Tensor, finite: Tensor) -> None:
     """out = P Q^T into the target; E = M - out, for every matrix whose factors are finite (algorithm 2).
-
-    Reads M, or G and E, and writes out and E.
 
     With ``operands.renewal``, P or Q is renewed first, as by `renew_reference`, and the number of the step advances.
     With ``operands.uncompressed``, these gradients are read from their wire.
@@ -149,8 +144,6 @@ def renew_reference(
 ) -> None:
     """next_c = q_c / |q_c| for each column of every finite factor, or a random unit column where q_c is zero.
 
-    Reads the wire twice, because norms come first: in Triton, in two launches.
-
     Args:
         wire: the packed factors, averaged over the ranks: fp32, bf16 or fp64.
         layout: layout of the factors.
@@ -169,14 +162,14 @@ def renew_reference(
         after.copy_(torch.where(finite[i] > 0, unit, after))
 
 
-def _blocks(table: MatrixTable, by_rows: Sequence[Sequence[Tensor]], factors: Sequence[Tensor]) -> list[Any]:
-    """Matrices, one of each list in ``by_rows``, and their P, r x n, cut into blocks of `MatrixTable.block_rows`.
+def _blocks(table: MatrixTable, factors: Sequence[Tensor], *by_rows: Sequence[Tensor] | None) -> list[Any]:
+    """The P of each matrix, r x n, and its matrices, one of each list, cut into blocks of `MatrixTable.block_rows`.
 
     Each is a tuple: the index of the matrix, its blocks, the columns of P. BLAS works block by block, so that each
     block of M is still in cache when it is used again.
     """
     blocks: list[Any] = []
-    for i, (*matrices, factor) in enumerate(zip(*by_rows, factors, strict=True)):
+    for i, (*matrices, factor) in enumerate(zip(*filter(None, by_rows), factors, strict=True)):
         step = table.block_rows[i]
         if step >= factor.shape[1]:  # a split costs as much as a small product
             blocks.append((i, *matrices, factor))
@@ -195,34 +188,29 @@ def project_cpu(operands: Operands, q: Tensor, p: Tensor, scale: float) -> None:
     """`project` on a CPU."""
     table = operands.table
     _prepare_wire(operands, table.p, p, scale)
-    qs, ps = table.q.cached_views(q), table.p.cached_views(p)
     # Factors are computed on the wire itself if it has the dtype of the arithmetic.
-    products = ps if p.dtype == table.compute else table.p.views(torch.empty_like(p, dtype=table.compute))
-    by_rows = [operands.source, operands.target, *([] if operands.error is None else [operands.error])]
-    for i, source, target, *error, columns in _blocks(table, by_rows, products):
+    product = p if p.dtype == table.compute else torch.zeros_like(p, dtype=table.compute)
+    qs, ps = table.q.cached_views(q), table.p.cached_views(p) if product is p else table.p.views(product)
+    for i, source, target, *error, columns in _blocks(table, ps, operands.source, operands.target, operands.error):
         # P = Q M^T block by block: the columns of a factor stored transposed are rows of M.
         m = _add(source, error, table.scratch[i])
         torch.mm(qs[i], m.t(), out=columns)
         if operands.keep:
             target.copy_(m)
-    for product, p_i in zip(products, ps, strict=True):
-        torch.mul(product, scale, out=p_i)
+    torch.mul(product, scale, out=p)
 
 
 def backproject_cpu(operands: Operands, p: Tensor, q: Tensor, scale: float) -> None:
     """`backproject` on a CPU."""
     table = operands.table
     _prepare_wire(operands, table.q, q, scale)
-    ps, qs = table.p.cached_views(p), table.q.cached_views(q)
-    products = qs if q.dtype == table.compute else table.q.views(torch.empty_like(q, dtype=table.compute))
-    by_rows = [operands.target] if operands.keep else [operands.source]
-    if operands.error is not None and not operands.keep:
-        by_rows.append(operands.error)
-    torch._foreach_zero_(products)  # sums over the blocks, in their order
-    for i, m, *error, columns in _blocks(table, by_rows, ps):
-        torch.addmm(products[i], columns, _add(m, error, table.scratch[i]), out=products[i])
-    for product, q_i in zip(products, qs, strict=True):
-        torch.mul(product, scale, out=q_i)
+    product = q if q.dtype == table.compute else torch.empty_like(q, dtype=table.compute)
+    ps, qs = table.p.cached_views(p), table.q.cached_views(q) if product is q else table.q.views(product)
+    product.zero_()  # sums over the blocks, in their order
+    parts_of_m = (operands.target, None) if operands.keep else (operands.source, operands.error)
+    for i, m, *error, columns in _blocks(table, ps, *parts_of_m):
+        torch.addmm(qs[i], columns, _add(m, error, table.scratch[i]), out=qs[i])
+    torch.mul(product, scale, out=q)
 
 
 def reconstruct_cpu(operands: Operands, p: Tensor, q: Tensor, finite: Tensor) -> None:
@@ -231,9 +219,8 @@ def reconstruct_cpu(operands: Operands, p: Tensor, q: Tensor, finite: Tensor) ->
     _renew_and_unflatten(operands, p, q, finite, renew_cpu)
     ps = table.p.cached_views(p) if p.dtype == compute else table.p.views(p.to(compute))
     qs = table.q.cached_views(q) if q.dtype == compute else table.q.views(q.to(compute))
-    by_rows = [operands.source, operands.target, *([] if operands.error is None else [operands.error])]
     flags = finite.tolist()
-    for i, source, target, *error, columns in _blocks(table, by_rows, ps):
+    for i, source, target, *error, columns in _blocks(table, ps, operands.source, operands.target, operands.error):
         if not flags[i]:  # on some rank: E stays as it was, on all ranks
             target.fill_(torch.nan)
             continue
@@ -282,36 +269,41 @@ def _renew_carefully(q: Tensor, after: Tensor, key: int, step: Tensor) -> None:
     after.div_(torch.linalg.vector_norm(after, dim=1, keepdim=True))
 
 
+Operation = Callable[..., None]
+
+
 class LowRankKernels(NamedTuple):
     """The operations on the matrices of one table, with the arguments of `project_reference` and so on."""
 
-    project: Callable[..., None]
-    backproject: Callable[..., None]
-    reconstruct: Callable[..., None]
-    orthogonalize: Callable[..., None]
-    draw: Callable[..., None]
+    project: Operation
+    backproject: Operation
+    reconstruct: Operation
+    orthogonalize: Operation
+    draw: Operation
 
 
 def bound_low_rank(table: MatrixTable) -> LowRankKernels:
     """The operations for a table: Triton, CPU code or references, chosen once for all steps."""
-    device, fits = table.device, table.fits_triton
-    return LowRankKernels(
-        choose(device, project_cpu, project_reference, fits),
-        choose(device, backproject_cpu, backproject_reference, fits),
-        choose(device, reconstruct_cpu, reconstruct_reference, fits),
-        bound_orthogonalize(device, table.compute, table.compute, table.largest_rank),
-        partial(draw, bound_renew(device, table.compute)),
-    )
+    passes: tuple[Operation, Operation, Operation]
+    passes = (project_reference, backproject_reference, reconstruct_reference)
+    if table.can_use_triton():
+        launchers: Any = import_module("gradwire.kernels.lowrank_triton")
+        passes = (launchers.project_triton, launchers.backproject_triton, launchers.reconstruct_triton)
+    elif table.device.type == "cpu":
+        passes = (project_cpu, backproject_cpu, reconstruct_cpu)
+    orthogonalize = bound_orthogonalize(table.device, table.compute, table.compute, table.largest_rank)
+    return LowRankKernels(*passes, orthogonalize, partial(draw, bound_renew(table.device, table.compute)))
 
 
-def bound_renew(device: torch.device, dtype: torch.dtype) -> Callable[..., None]:
+def bound_renew(device: torch.device, dtype: torch.dtype) -> Operation:
     """`renew_reference` for factors in ``dtype``, or its Triton kernels or CPU path."""
-    return choose(device, renew_cpu, renew_reference, dtype == torch.float32)
+    if dtype == torch.float32 and use_triton(device):
+        launchers: Any = import_module("gradwire.kernels.lowrank_triton")
+        return cast("Operation", launchers.renew_triton)
+    return renew_cpu if device.type == "cpu" else renew_reference
 
 
-def draw(
-    renew: Callable[..., None], layout: FactorLayout, keys: Sequence[int], step: Tensor, following: Tensor
-) -> None:
+def draw(renew: Operation, layout: FactorLayout, keys: Sequence[int], step: Tensor, following: Tensor) -> None:
     """Fill ``following`` with random unit columns: those that ``renew``, a `bound_renew`, draws for zero factors."""
     zeros = torch.zeros_like(following)
     finite = torch.ones(len(keys), dtype=torch.int32, device=following.device)

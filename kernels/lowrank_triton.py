@@ -14,8 +14,10 @@ Offsets within a tile are 32 bits wide, on a 64-bit address of its first element
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
+from math import inf
 from typing import Any
 
 import torch
@@ -25,16 +27,16 @@ from torch import Tensor
 
 from gradwire.kernels.common_triton import kernel, load_fields, triton_dtype, uniform_triton
 from gradwire.kernels.dispatch import has_tf32
-from gradwire.kernels.flatten_triton import flatten_chunk, unflatten_chunk
+from gradwire.kernels.flatten_triton import move_chunk
 from gradwire.kernels.matrix_table import (
     ALIGN_NUMEL,
     ELEMENTWISE_RANK,
+    SUM_NUMEL,
     FactorLayout,
     MatrixTable,
     Operands,
+    Renewal,
     Uncompressed,
-    chunks,
-    strips,
 )
 from gradwire.kernels.segment_table import CHUNK_NUMEL
 
@@ -44,8 +46,7 @@ STAGES_TO_Q: dict[tuple[int, str | None], int] = {(4, "tf32"): 3, (2, "tf32"): 2
 # Columns of a factor in one `tl.dot`. With 64, M^T P in TF32 has the shape of Hopper's and Blackwell's asynchronous
 # products, which need more than 64 KiB of shared memory; in fp32 it spills.
 DOT_WIDTH = 32
-# A program adds up a chunk of this many elements of a factor, this many partial sums at a time.
-SUM_NUMEL = 256
+# Partial sums that a program adds up at a time.
 SUM_STRIPS = 4
 # `renew`: elements of a row of a factor that a program handles at a time.
 BLOCK_NUMEL = 1024
@@ -58,45 +59,47 @@ def _as_aligned(x, ALIGNED: tl.constexpr):
     return x // 8 * 8 if ALIGNED else x
 
 
+@dataclass(frozen=True)
+class Pass:
+    """What the kernels of one pass over the matrices of a bucket are compiled for."""
+
+    to_p: bool  # whether strips run along rows: for P, and for the result; for Q, they run down columns
+    has_error: bool
+    source: Any  # Triton dtype of gradients and results
+    rank: int  # `MatrixTable.padded_rank`
+    rows: int  # of a tile of M
+    columns: int
+    width: int  # columns of a factor in one `tl.dot`; 1: no `tl.dot`
+    precision: str | None = None  # of `tl.dot`
+    keeps: bool = False  # whether the pass stores M in the target
+    is_kept: bool = False  # whether an earlier pass did
+    limit: float = inf  # largest magnitude of the result
+
+
 @triton.jit
 def _load_m(
     memory,  # addresses of source, target and error, [n, m]
     first,  # the tile's first element, int64
     offs,  # [tile] int32, from there
     mask,  # [tile]
-    SOURCE: tl.constexpr,
-    KEPT: tl.constexpr,
-    HAS_ERROR: tl.constexpr,
+    PASS: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """A tile of M in fp32: from the target if `project` kept it there, else G + E."""
+    """A tile of M in fp32: from the target if it was kept there, else G + E, which is stored there to be kept."""
     source, target, error = memory
-    source_ptr = (target if KEPT else source).to(tl.pointer_type(SOURCE)) + first
+    source_ptr = (target if PASS.is_kept else source).to(tl.pointer_type(PASS.source)) + first
+    target_ptr = target.to(tl.pointer_type(PASS.source)) + first
     error_ptr = error.to(tl.pointer_type(tl.float32)) + first
     if ALIGNED:
         source_ptr = tl.multiple_of(source_ptr, 16)
+        target_ptr = tl.multiple_of(target_ptr, 16)
         error_ptr = tl.multiple_of(error_ptr, 16)
     m = tl.load(source_ptr + offs, mask=mask, other=0).to(tl.float32)
-    if HAS_ERROR and not KEPT:
+    if PASS.has_error and not PASS.is_kept:
         m += tl.load(error_ptr + offs, mask=mask, other=0)
+    if PASS.keeps:
+        tl.store(target_ptr + offs, m, mask=mask)
     return m
-
-
-@triton.jit
-def _keep_m(
-    target,  # address of [n, m]
-    first,  # the tile's first element, int64
-    offs,  # [tile] int32, from there
-    mask,  # [tile]
-    m,  # [tile] fp32
-    SOURCE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):
-    """Store a tile of M in the target, where `_load_m` finds it."""
-    target_ptr = target.to(tl.pointer_type(SOURCE)) + first
-    if ALIGNED:
-        target_ptr = tl.multiple_of(target_ptr, 16)
-    tl.store(target_ptr + offs, m, mask=mask)
 
 
 @triton.jit
@@ -112,120 +115,72 @@ def _sum_rows(
 
 
 @triton.jit
-def _multiply_elementwise(
+def _multiply_strip(
     memory,  # addresses of source, target and error, [n, m]
     factor,  # address of a factor, fp32: Q, [r, m], to compute P; P, [r, n], to compute Q
     first,  # row of M to compute P, column to compute Q
     end,  # column of M to compute P, row to compute Q
     sizes,  # rows, columns, rank
     begin,  # like end
-    SOURCE: tl.constexpr,
-    TO_P: tl.constexpr,
-    KEEP: tl.constexpr,
-    HAS_ERROR: tl.constexpr,
+    PASS: tl.constexpr,
     ALIGNED: tl.constexpr,
-    RANK: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STEP: tl.constexpr,  # distance between two tiles of the strip
+    COLUMNS: tl.constexpr,  # of a tile, or half of them
 ):
-    """The products of a strip of M and each column of a factor, without `tl.dot`: [ROWS] for P.
+    """The product of a factor and a strip of M, in parts of `Pass.width` columns of the factor.
 
-    A thread keeps a sum for each of its elements of a tile and each column: these are added up once, after the loop;
-    for Q, [ROWS, COLUMNS], by the caller.
+    By `tl.dot`, [WIDTH, BLOCK]: Q M^T for P^T, P^T M for Q^T. Without it, a thread keeps a sum for each of its elements
+    of a tile and each column. These are added up once, after the loop: for P, [ROWS]; for Q, [ROWS, COLUMNS], by the
+    caller.
     """
     rows, columns, rank = sizes
+    TO_P: tl.constexpr = PASS.to_p
+    WIDTH: tl.constexpr = PASS.width
+    PARTS: tl.constexpr = PASS.rank // PASS.width
+    ROWS: tl.constexpr = PASS.rows
+    STEP: tl.constexpr = PASS.columns if PASS.to_p else PASS.rows
     across = columns if TO_P else rows  # the side that is summed over
     stride = _as_aligned(columns.to(tl.int32), ALIGNED)
     offs_n = tl.arange(0, ROWS)[:, None]
     offs_m = tl.arange(0, COLUMNS)[None, :]
     offs = offs_n * stride + offs_m  # [ROWS, COLUMNS]
+    factor_ptr = factor.to(tl.pointer_type(tl.float32))
     totals = tl.tuple(())
-    for _ in tl.static_range(RANK):
-        totals += (tl.zeros((ROWS, COLUMNS), dtype=tl.float32),)
+    for _ in tl.static_range(PARTS):
+        totals += (tl.zeros((ROWS if WIDTH == 1 else WIDTH, COLUMNS), dtype=tl.float32),)
     for start in range(begin, end, STEP):
         row = first if TO_P else start
         column = start if TO_P else first
-        n_columns = _as_aligned((columns - column).to(tl.int32), ALIGNED)
         mask_n = offs_n < tl.minimum(rows - row, ROWS).to(tl.int32)
-        mask_m = offs_m < n_columns
-        mask = mask_n & mask_m
-        first_m = row * columns + column
-        m = _load_m(memory, first_m, offs, mask, SOURCE, KEEP and not TO_P, HAS_ERROR, ALIGNED)
-        if KEEP and TO_P:
-            _keep_m(memory[1], first_m, offs, mask, m, SOURCE, ALIGNED)
+        mask_m = offs_m < _as_aligned((columns - column).to(tl.int32), ALIGNED)
+        m = _load_m(memory, row * columns + column, offs, mask_n & mask_m, PASS, ALIGNED)
         added = tl.tuple(())  # a loop carries a tuple as a whole: its elements cannot be replaced one by one
-        for r in tl.static_range(RANK):
-            # The columns added to the rank are copies of the last, whose sums are not stored.
-            column_ptr = factor.to(tl.pointer_type(tl.float32)) + (tl.minimum(r, rank - 1) * across + start)
-            if TO_P:
-                if ALIGNED:
-                    column_ptr = tl.multiple_of(column_ptr, 16)
-                x = tl.load(column_ptr + offs_m, mask=mask_m, other=0)  # [1, COLUMNS]
+        for part in tl.static_range(PARTS):
+            if WIDTH == 1:
+                # The columns added to the rank are copies of the last, whose sums are not stored.
+                column_ptr = factor_ptr + (tl.minimum(part, rank - 1) * across + start)
+                if TO_P:
+                    if ALIGNED:
+                        column_ptr = tl.multiple_of(column_ptr, 16)
+                    x = tl.load(column_ptr + offs_m, mask=mask_m, other=0)  # [1, COLUMNS]
+                else:
+                    x = tl.load(column_ptr + offs_n, mask=mask_n, other=0)  # [ROWS, 1]
+                added += (totals[part] + m * x,)
             else:
-                x = tl.load(column_ptr + offs_n, mask=mask_n, other=0)  # [ROWS, 1]
-            added += (totals[r] + m * x,)
+                offs_r = part * WIDTH + tl.arange(0, WIDTH)
+                part_ptrs = factor_ptr + start + offs_r.to(tl.int64) * (stride if TO_P else across)
+                if TO_P and ALIGNED:
+                    part_ptrs = tl.multiple_of(part_ptrs, 16)
+                offs_across = tl.arange(0, STEP)[None, :]
+                mask = (offs_r < rank)[:, None] & (mask_m if TO_P else offs_across < rows - row)
+                x = tl.load(part_ptrs[:, None] + offs_across, mask=mask, other=0)  # [WIDTH, BLOCK]
+                # TF32 is enough: the error memory is computed from the result as it was sent, however factors round.
+                added += (tl.dot(x, tl.trans(m) if TO_P else m, totals[part], input_precision=PASS.precision),)
         totals = added
-    if TO_P:
+    if TO_P and WIDTH == 1:
         sums = tl.tuple(())
-        for r in tl.static_range(RANK):
+        for r in tl.static_range(PARTS):
             sums += (_sum_rows(totals[r], ROWS, COLUMNS),)
         totals = sums
-    return totals
-
-
-@triton.jit
-def _multiply_dot(
-    memory,  # addresses of source, target and error, [n, m]
-    factor,  # address of a factor, fp32: Q, [r, m], to compute P; P, [r, n], to compute Q
-    first,  # row of M to compute P, column to compute Q
-    end,  # column of M to compute P, row to compute Q
-    sizes,  # rows, columns, rank
-    begin,  # like end
-    SOURCE: tl.constexpr,
-    TO_P: tl.constexpr,
-    KEEP: tl.constexpr,
-    HAS_ERROR: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    RANK: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The product of a factor and a strip of M by `tl.dot`, in parts [WIDTH, BLOCK]: Q M^T for P^T, P^T M for Q^T."""
-    rows, columns, rank = sizes
-    across = columns if TO_P else rows  # the side that is summed over
-    stride = _as_aligned(columns.to(tl.int32), ALIGNED)
-    offs_block = tl.arange(0, BLOCK)
-    offs_r = tl.arange(0, WIDTH)
-    offs = offs_block[:, None] * stride + offs_block[None, :]  # [BLOCK, BLOCK]
-    factor_ptr = factor.to(tl.pointer_type(tl.float32))
-    totals = tl.tuple(())
-    for _ in tl.static_range(RANK // WIDTH):
-        totals += (tl.zeros((WIDTH, BLOCK), dtype=tl.float32),)
-    for start in range(begin, end, BLOCK):
-        row = first if TO_P else start
-        column = start if TO_P else first
-        n_columns = _as_aligned((columns - column).to(tl.int32), ALIGNED)
-        mask_n = offs_block < rows - row
-        mask_m = offs_block < n_columns
-        mask = mask_n[:, None] & mask_m[None, :]
-        first_m = row * columns + column
-        m = _load_m(memory, first_m, offs, mask, SOURCE, KEEP and not TO_P, HAS_ERROR, ALIGNED)
-        if KEEP and TO_P:
-            _keep_m(memory[1], first_m, offs, mask, m, SOURCE, ALIGNED)
-        added = tl.tuple(())
-        for part in tl.static_range(RANK // WIDTH):
-            columns_of_part = part * WIDTH + offs_r
-            mask_r = columns_of_part < rank
-            part_ptrs = factor_ptr + start + columns_of_part.to(tl.int64) * (stride if TO_P else across)
-            if TO_P and ALIGNED:
-                part_ptrs = tl.multiple_of(part_ptrs, 16)
-            mask_x = mask_r[:, None] & (mask_m if TO_P else mask_n)[None, :]
-            x = tl.load(part_ptrs[:, None] + offs_block[None, :], mask=mask_x, other=0)  # [WIDTH, BLOCK]
-            # TF32 is enough: the error memory is computed from the result as it was sent, whatever rounded the factors.
-            added += (tl.dot(x, tl.trans(m) if TO_P else m, totals[part], input_precision=PRECISION),)
-        totals = added
     return totals
 
 
@@ -233,76 +188,57 @@ def _multiply_dot(
 def _multiply_kernel(
     addresses_ptr,  # [3, matrices] int64: `Operands.addresses`
     layout_ptr,  # [5, matrices] int64: `MatrixTable.packed`
-    strips_ptr,  # [5, programs] int64: `strips`
+    strips_ptr,  # [5, programs] int64: `Product.strips`
     factor_ptr,  # packed Q for P, packed P for Q, fp32
     partial_ptr,  # the partial sums of each matrix, one after another, [strips, r, n] or [strips, r, m] fp32
     n_matrices,
     n_programs,
-    SOURCE: tl.constexpr,
-    TO_P: tl.constexpr,
-    KEEP: tl.constexpr,
-    HAS_ERROR: tl.constexpr,
-    PRECISION: tl.constexpr,  # input precision of `tl.dot`; None: no `tl.dot`
-    RANK: tl.constexpr,
-    DOT_WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    PASS: tl.constexpr,
 ):
-    """One block of P (TO_P) or of Q, summed over one strip of M. With KEEP, M is stored on the way to P."""
+    """One block of P or of Q, summed over one strip of M."""
     program = tl.program_id(0).to(tl.int64)
     matrix, first, begin, end = load_fields(strips_ptr, n_programs, program, 0, 4)
     sizes = load_fields(layout_ptr, n_matrices, matrix, 0, 3)
     rows, columns, rank = sizes
     p_offset, q_offset = load_fields(layout_ptr, n_matrices, matrix, 3, 5)
     memory = load_fields(addresses_ptr, n_matrices, matrix, 0, 3)
+    TO_P: tl.constexpr = PASS.to_p
+    WIDTH: tl.constexpr = PASS.width
+    PARTS: tl.constexpr = PASS.rank // PASS.width
+    COLUMNS: tl.constexpr = PASS.columns
+    HALF: tl.constexpr = PASS.columns // 2
     # An integer: AMD's compiler forgets the alignment of a pointer derived from an argument.
     factor = (factor_ptr + (q_offset if TO_P else p_offset)).to(tl.int64)
     strip = (memory, factor, first, end, sizes)
-    # The aligned branch moves 16 bytes at a time, the other one element.
-    is_aligned = (memory[0] | memory[1] | memory[2] | factor | columns * 2) % 16 == 0
-    if PRECISION is None:
+    if WIDTH == 1:
         partial_ptr += load_fields(strips_ptr, n_programs, program, 4, 5)[0]
-        # Both branches add in the same order, so that the bits do not depend on the alignment.
-        STEP: tl.constexpr = COLUMNS if TO_P else ROWS
-        HALF: tl.constexpr = COLUMNS // 2
-        if is_aligned:
-            totals = _multiply_elementwise(
-                *strip, begin, SOURCE, TO_P, KEEP, HAS_ERROR, True, RANK, ROWS, COLUMNS, STEP
-            )
-        elif TO_P:
-            # Half a tile at a time: an address and a mask per element take registers.
-            left = _multiply_elementwise(*strip, begin, SOURCE, TO_P, KEEP, HAS_ERROR, False, RANK, ROWS, HALF, STEP)
-            right = _multiply_elementwise(
-                *strip, begin + HALF, SOURCE, TO_P, KEEP, HAS_ERROR, False, RANK, ROWS, HALF, STEP
-            )
-            totals = tl.tuple(())
-            for r in tl.static_range(RANK):
-                totals += (left[r] + right[r],)
-        else:
-            totals = _multiply_elementwise(
-                *strip, begin, SOURCE, TO_P, KEEP, HAS_ERROR, False, RANK, ROWS, COLUMNS, STEP
-            )
-        along = rows if TO_P else columns
-        offs_along = tl.arange(0, ROWS if TO_P else COLUMNS)
-        mask_along = offs_along < along - first
-        for r in tl.static_range(RANK):
-            total = totals[r] if TO_P else tl.sum(totals[r], axis=0)
-            tl.store(partial_ptr + (r * along + first) + offs_along, total, mask=mask_along & (r < rank))
+    # The aligned branch moves 16 bytes at a time, the other one element. Without `tl.dot`, both add in the same order,
+    # so that the bits do not depend on the alignment.
+    if (memory[0] | memory[1] | memory[2] | factor | columns * 2) % 16 == 0:
+        totals = _multiply_strip(*strip, begin, PASS, True, COLUMNS)
+    elif TO_P and WIDTH == 1:
+        # Half a tile at a time: an address and a mask per element take registers.
+        left = _multiply_strip(*strip, begin, PASS, False, HALF)
+        right = _multiply_strip(*strip, begin + HALF, PASS, False, HALF)
+        totals = tl.tuple(())
+        for r in tl.static_range(PARTS):
+            totals += (left[r] + right[r],)
     else:
-        WIDTH: tl.constexpr = min(RANK, DOT_WIDTH)
-        if is_aligned:
-            totals = _multiply_dot(*strip, begin, SOURCE, TO_P, KEEP, HAS_ERROR, True, PRECISION, RANK, WIDTH, ROWS)
-        else:
-            totals = _multiply_dot(*strip, begin, SOURCE, TO_P, KEEP, HAS_ERROR, False, PRECISION, RANK, WIDTH, ROWS)
+        totals = _multiply_strip(*strip, begin, PASS, False, COLUMNS)
+    if WIDTH > 1:
         # Loaded only here: before the loop they would occupy scalar registers throughout, which are scarce on AMD.
         partial_ptr += load_fields(strips_ptr, n_programs, program, 4, 5)[0]
         if TO_P:
             rows = load_fields(layout_ptr, n_matrices, matrix, 0, 1, VOLATILE=True)[0]
             rank = load_fields(layout_ptr, n_matrices, matrix, 2, 3, VOLATILE=True)[0]
-        along = rows if TO_P else columns
-        offs_along = tl.arange(0, ROWS)
-        mask_along = offs_along < along - first
-        for part in tl.static_range(RANK // WIDTH):
+    along = rows if TO_P else columns
+    offs_along = tl.arange(0, PASS.rows if TO_P else COLUMNS)
+    mask_along = offs_along < along - first
+    for part in tl.static_range(PARTS):
+        if WIDTH == 1:
+            total = totals[part] if TO_P else tl.sum(totals[part], axis=0)
+            tl.store(partial_ptr + (part * along + first) + offs_along, total, mask=mask_along & (part < rank))
+        else:
             offs_r = part * WIDTH + tl.arange(0, WIDTH)
             column_ptrs = partial_ptr + first + offs_r.to(tl.int64) * along
             mask = (offs_r < rank)[:, None] & mask_along[None, :]
@@ -312,20 +248,20 @@ def _multiply_kernel(
 @kernel
 def _sum_partials_kernel(
     partial_ptr,  # output of `_multiply_kernel`
-    chunks_ptr,  # [5, sums] int64: `chunks`
+    chunks_ptr,  # [5, sums] int64: `Product.chunks`
     out_ptr,  # packed factors in a wire dtype
-    segments_ptr,  # int64: `SegmentTable.packed` of the gradients to pack; None: there are none
-    packed_ptr,  # the wire of these gradients
     n_sums,
-    n_segments,
-    n_packs,
     scale: tl.float64,
     limit: tl.float64,
-    SOURCE: tl.constexpr,
     CHUNK: tl.constexpr,
     STRIPS: tl.constexpr,
     ALIGN: tl.constexpr,
-    PACK: tl.constexpr,
+    n_others=0,  # chunks of gradients that are not compressed; the rest as in `_others`
+    segments_ptr=None,
+    wire_ptr=None,
+    n_segments=0,
+    DTYPE: tl.constexpr = None,
+    OTHERS_CHUNK: tl.constexpr = None,
 ):
     """A chunk of a factor, or a chunk of a gradient that is not compressed: both scaled, and cast to the wire dtype."""
     program = tl.program_id(0).to(tl.int64)
@@ -347,9 +283,9 @@ def _sum_partials_kernel(
         mask = offs < (size + ALIGN - 1) // ALIGN * ALIGN
         tl.store(out_ptr + offset + offs, result.to(out_ptr.dtype.element_ty), mask=mask)
     if segments_ptr is not None and program >= n_sums:
-        flatten_chunk(
-            segments_ptr, packed_ptr, None, n_segments, n_packs, program - n_sums, multiplier, limit,
-            SOURCE, tl.float32, PACK,
+        move_chunk(
+            segments_ptr, wire_ptr, None, n_segments, n_others, program - n_sums, multiplier,
+            tl.full((), limit, tl.float32), True, DTYPE, tl.float32, OTHERS_CHUNK,
         )  # fmt: skip
 
 
@@ -360,63 +296,75 @@ def dot_precision(table: MatrixTable) -> str | None:
     return "tf32" if table.precision == "tf32" and has_tf32(table.device) else "ieee"
 
 
-def _strip_arguments(operands: Operands, to_p: bool) -> dict[str, Any]:
+def _strips(operands: Operands, to_p: bool, **options: Any) -> dict[str, Any]:
     """The arguments that the kernels whose programs work through strips have in common."""
     table, cut = operands.table, operands.table.tiling
-    strip_table = table.on_device.get(("strips", to_p), table.device, lambda: strips(table, to_p))
+    strip_table = table.on_device.get(("strips", to_p), table.device, lambda: table.products[to_p].strips)
     return {
         "addresses_ptr": table.on_device_addresses(operands.addresses),
         "layout_ptr": table.packed(),
         "strips_ptr": strip_table,
         "n_matrices": len(table),
         "n_programs": strip_table.shape[1],
-        "SOURCE": triton_dtype(table.dtype),
-        "HAS_ERROR": operands.error is not None,
-        "RANK": table.padded_rank,
-        "ROWS": cut.rows,
-        "COLUMNS": cut.columns,
+        "PASS": Pass(
+            to_p=to_p,
+            has_error=operands.error is not None,
+            source=triton_dtype(table.dtype),
+            rank=table.padded_rank,
+            rows=cut.rows,
+            columns=cut.columns,
+            **options,
+        ),
+    }
+
+
+def _others(others: Uncompressed | None, *, of_target: bool = False) -> dict[str, Any]:
+    """The arguments of the programs that move a chunk of the uncompressed gradients each, to or from their wire."""
+    if others is None:
+        return {"n_others": 0}
+    table, tensors = (others.target_table, others.target) if of_target else (others.table, others.source)
+    return {
+        "n_others": table.n_chunks,
+        "segments_ptr": table.packed(tensors),
+        "wire_ptr": others.wire,
+        "n_segments": len(table),
+        "DTYPE": triton_dtype(table.dtype),
+        "OTHERS_CHUNK": CHUNK_NUMEL,
     }
 
 
 def _multiply(operands: Operands, factor: Tensor, out: Tensor, scale: float, to_p: bool) -> None:
     """Write ``scale`` M Q or ``scale`` M^T P into ``out``: the partial sums, then their sum."""
-    table, pack = operands.table, operands.uncompressed
-    if pack is not None and pack.sent_with is not (table.p if to_p else table.q):
-        pack = None
-    last, precision = table.sides[to_p][-1], dot_precision(table)
-    partials = torch.empty(last.start + last.n_strips * last.size, dtype=torch.float32, device=table.device)
-    chunk_table = table.on_device.get(("chunks", to_p), table.device, lambda: chunks(table, to_p, SUM_NUMEL))
-    n_sums, n_packs = chunk_table.shape[1], 0 if pack is None else pack.table.n_chunks
+    table, others = operands.table, operands.uncompressed
+    is_sent_now = others is not None and others.sent_with is (table.p if to_p else table.q)
+    product, precision = table.products[to_p], dot_precision(table)
+    partials = torch.empty(product.numel, dtype=torch.float32, device=table.device)
+    chunk_table = table.on_device.get(("chunks", to_p), table.device, lambda: product.chunks)
+    n_sums = chunk_table.shape[1]
     with torch.cuda.device_of(out):
-        strip_arguments = _strip_arguments(operands, to_p)
+        keeps, is_kept = operands.keep and to_p, operands.keep and not to_p
+        width = 1 if precision is None else min(table.padded_rank, DOT_WIDTH)
+        strip_arguments = _strips(operands, to_p, keeps=keeps, is_kept=is_kept, precision=precision, width=width)
         _multiply_kernel[(strip_arguments["n_programs"],)](
             factor_ptr=factor,
             partial_ptr=partials,
-            TO_P=to_p,
-            KEEP=operands.keep,
-            PRECISION=precision,
-            DOT_WIDTH=DOT_WIDTH,
             num_warps=4 if table.padded_rank <= (32 if precision == "tf32" else 16) else 8,
             num_stages=STAGES if to_p else STAGES_TO_Q.get((table.dtype.itemsize, precision), STAGES),
             **strip_arguments,
         )
-        _sum_partials_kernel[(n_sums + n_packs,)](
+        packing = _others(others if is_sent_now else None)
+        _sum_partials_kernel[(n_sums + packing["n_others"],)](
             partial_ptr=partials,
             chunks_ptr=chunk_table,
             out_ptr=out,
-            segments_ptr=None if pack is None else pack.table.packed(pack.source),
-            packed_ptr=None if pack is None else pack.wire,
             n_sums=n_sums,
-            n_segments=0 if pack is None else len(pack.table.lengths),
-            n_packs=n_packs,
             scale=scale,
             limit=table.limit,
-            SOURCE=triton_dtype(table.dtype),
             CHUNK=SUM_NUMEL,
             STRIPS=SUM_STRIPS,
             ALIGN=ALIGN_NUMEL,
-            PACK=CHUNK_NUMEL,
             num_warps=4,
+            **packing,
         )
 
 
@@ -435,20 +383,20 @@ def _rows(layout: FactorLayout, keys: Sequence[int]) -> list[tuple[int, int, int
 
 @kernel
 def _norms_kernel(
-    wire_ptr,  # packed factors, of any dtype
+    factors_ptr,  # packed, of any dtype
     rows_ptr,  # [5, rows] int64: `_rows`
     norms_ptr,  # [2, rows] fp32
     finite_ptr,  # [matrices] int32
     step_ptr,  # [1] int64: the number of the step, to advance; None: leave it
-    segments_ptr,  # int64: `SegmentTable.packed` of the gradients to unpack; None: there are none
-    packed_ptr,  # the wire of these gradients
     n_rows,
-    n_segments,
-    n_unpacks,
     advance_to: tl.int64,  # negative: one more than the number in memory
-    TARGET: tl.constexpr,
     BLOCK: tl.constexpr,
-    UNPACK: tl.constexpr,
+    n_others=0,  # chunks of gradients that are not compressed; the rest as in `_others`
+    segments_ptr=None,
+    wire_ptr=None,
+    n_segments=0,
+    DTYPE: tl.constexpr = None,
+    OTHERS_CHUNK: tl.constexpr = None,
 ):
     """The largest magnitude of a row and its norm divided by that, or a chunk of a gradient that is not compressed."""
     program = tl.program_id(0).to(tl.int64)
@@ -456,7 +404,7 @@ def _norms_kernel(
         tl.store(step_ptr, tl.load(step_ptr) + 1 if advance_to < 0 else advance_to)
     if program < n_rows:
         factor, length, offset, _, _ = load_fields(rows_ptr, n_rows, program, 0, 5)
-        row_ptr = wire_ptr + offset
+        row_ptr = factors_ptr + offset
         largest = tl.zeros((BLOCK,), dtype=tl.float32)
         n_bad = tl.zeros((BLOCK,), dtype=tl.int32)
         start = 0
@@ -480,9 +428,9 @@ def _norms_kernel(
         if tl.sum(n_bad, axis=0) > 0:
             tl.atomic_min(finite_ptr + factor, 0, sem="relaxed")  # order does not matter: no fence
     if segments_ptr is not None and program >= n_rows:
-        unflatten_chunk(
-            segments_ptr, packed_ptr, None, n_segments, n_unpacks, program - n_rows, 1.0,
-            TARGET, tl.float32, UNPACK,
+        move_chunk(
+            segments_ptr, wire_ptr, None, n_segments, n_others, program - n_rows, 1.0, None,
+            False, DTYPE, tl.float32, OTHERS_CHUNK,
         )  # fmt: skip
 
 
@@ -500,8 +448,8 @@ def _drawn_norm(key, step, first, length, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def renew_row(
-    wire_ptr,  # packed factors, of any dtype
+def _renew_row(
+    factors_ptr,  # packed, of any dtype
     rows_ptr,  # [5, rows] int64: `_rows`
     norms_ptr,  # [2, rows] fp32: as `_norms_kernel` leaves it
     finite_ptr,  # [matrices] int32
@@ -523,7 +471,7 @@ def renew_row(
         start = 0
         while start < length:
             offs = start + tl.arange(0, BLOCK)
-            x = tl.load(wire_ptr + offset + offs, mask=offs < length, other=0).to(tl.float32)  # [BLOCK]
+            x = tl.load(factors_ptr + offset + offs, mask=offs < length, other=0).to(tl.float32)  # [BLOCK]
             x = uniform_triton(key, step, first + offs) if top == 0 else x / top
             tl.store(following_ptr + offset + offs, x / norm, mask=offs < length)
             start += BLOCK
@@ -531,7 +479,7 @@ def renew_row(
 
 @kernel
 def _renew_kernel(
-    wire_ptr,
+    factors_ptr,
     rows_ptr,
     norms_ptr,
     finite_ptr,
@@ -540,9 +488,9 @@ def _renew_kernel(
     n_rows,
     BLOCK: tl.constexpr,
 ):
-    """One row of the next factor: `renew_row`."""
+    """One row of the next factor: `_renew_row`."""
     row = tl.program_id(0).to(tl.int64)
-    renew_row(wire_ptr, rows_ptr, norms_ptr, finite_ptr, step_ptr, following_ptr, n_rows, row, BLOCK)
+    _renew_row(factors_ptr, rows_ptr, norms_ptr, finite_ptr, step_ptr, following_ptr, n_rows, row, BLOCK)
 
 
 @triton.jit
@@ -555,20 +503,16 @@ def _reconstruct_strip(
     end,
     sizes,  # rows, columns, rank
     finite,
-    SOURCE: tl.constexpr,
     Q_DTYPE: tl.constexpr,
-    LIMIT: tl.constexpr,
-    KEPT: tl.constexpr,
-    HAS_ERROR: tl.constexpr,
+    PASS: tl.constexpr,
     ALIGNED: tl.constexpr,
-    ELEMENTWISE: tl.constexpr,
-    RANK: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    COLUMNS: tl.constexpr,  # of a tile, or half of them
 ):
     """The result and the error of a strip of M."""
     _, target, error = memory
     rows, columns, rank = sizes
+    RANK: tl.constexpr = PASS.rank
+    ROWS: tl.constexpr = PASS.rows
     stride = _as_aligned(columns.to(tl.int32), ALIGNED)
     offs_n = tl.arange(0, ROWS)[:, None]
     offs_m = tl.arange(0, COLUMNS)[None, :]
@@ -578,7 +522,7 @@ def _reconstruct_strip(
     p_columns = tl.tuple(())
     p = 0.0
     # P is loaded once: it stays in registers while the strip runs along the columns of M.
-    if ELEMENTWISE:
+    if PASS.width == 1:
         for r in tl.static_range(RANK):
             p_r = tl.load(p_ptr + (r * rows + row) + offs_n, mask=mask_n & (r < rank), other=0)  # [ROWS, 1]
             p_columns += (p_r.to(tl.float32),)
@@ -590,9 +534,9 @@ def _reconstruct_strip(
         mask_m = offs_m < n_columns
         mask = mask_n & mask_m
         first = row * columns + start
-        if HAS_ERROR:  # before the product, which then hides the latency
-            m = _load_m(memory, first, offs, mask, SOURCE, KEPT, True, ALIGNED)
-        if ELEMENTWISE:
+        if PASS.has_error:  # before the product, which then hides the latency
+            m = _load_m(memory, first, offs, mask, PASS, ALIGNED)
+        if PASS.width == 1:
             out = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
             for r in tl.static_range(RANK):
                 q_column_ptr = q.to(tl.pointer_type(Q_DTYPE)) + (r * columns + start)
@@ -604,13 +548,13 @@ def _reconstruct_strip(
             q_ptrs = q.to(tl.pointer_type(Q_DTYPE)) + start + (offs_r.to(tl.int64) * columns)[:, None] + offs_m
             q_tile = tl.load(q_ptrs, mask=(offs_r < rank)[:, None] & mask_m, other=0).to(tl.float32)  # [RANK, COLUMNS]
             out = tl.dot(p, q_tile, input_precision="ieee")
-        out = tl.where(finite, tl.minimum(tl.maximum(out, -LIMIT), LIMIT), float("nan")).to(SOURCE)
-        target_ptr = target.to(tl.pointer_type(SOURCE)) + first
+        out = tl.where(finite, tl.minimum(tl.maximum(out, -PASS.limit), PASS.limit), float("nan")).to(PASS.source)
+        target_ptr = target.to(tl.pointer_type(PASS.source)) + first
         error_ptr = error.to(tl.pointer_type(tl.float32)) + first
         if ALIGNED:
             target_ptr = tl.multiple_of(target_ptr, 16)
             error_ptr = tl.multiple_of(error_ptr, 16)
-        if HAS_ERROR:
+        if PASS.has_error:
             # M may lie in the target. In unaligned rows, one thread loads an element of M and another overwrites it.
             # The result does not depend on M, so no data dependency orders load and store: hence the barrier.
             tl.debug_barrier()
@@ -622,34 +566,27 @@ def _reconstruct_strip(
 def _reconstruct_kernel(
     addresses_ptr,  # [3, matrices] int64: `Operands.addresses`
     layout_ptr,  # [5, matrices] int64: `MatrixTable.packed`
-    strips_ptr,  # [5, programs] int64: `strips` of P
+    strips_ptr,  # [5, programs] int64: `Product.strips` of P
     p_ptr,  # packed P, of any dtype
     q_ptr,  # packed Q, of any dtype
     finite_ptr,  # [matrices] int32
-    wire_ptr,  # the packed factors to renew; None: there are none. It and the next four are those of `renew_row`
-    rows_ptr,
-    norms_ptr,
-    step_ptr,
-    following_ptr,
     n_matrices,
     n_programs,
-    n_rows,
-    SOURCE: tl.constexpr,
-    LIMIT: tl.constexpr,
-    KEPT: tl.constexpr,
-    HAS_ERROR: tl.constexpr,
-    ELEMENTWISE: tl.constexpr,
-    RANK: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    PASS: tl.constexpr,
+    n_rows=0,  # rows to renew; the rest as in `_renew_row`
+    factors_ptr=None,
+    rows_ptr=None,
+    norms_ptr=None,
+    step_ptr=None,
+    following_ptr=None,
+    BLOCK: tl.constexpr = None,
 ):
     """One strip of the result and of the error memory, or a row of the next factor."""
     program = tl.program_id(0).to(tl.int64)
     # Factors are small: their programs fill the tail of the launch, and cost no launch of their own.
-    if wire_ptr is not None and program >= n_programs:
+    if factors_ptr is not None and program >= n_programs:
         row = program - n_programs
-        renew_row(wire_ptr, rows_ptr, norms_ptr, finite_ptr, step_ptr, following_ptr, n_rows, row, BLOCK)
+        _renew_row(factors_ptr, rows_ptr, norms_ptr, finite_ptr, step_ptr, following_ptr, n_rows, row, BLOCK)
     if program < n_programs:
         matrix, row, begin, end = load_fields(strips_ptr, n_programs, program, 0, 4)
         sizes = load_fields(layout_ptr, n_matrices, matrix, 0, 3)
@@ -657,107 +594,70 @@ def _reconstruct_kernel(
         memory = load_fields(addresses_ptr, n_matrices, matrix, 0, 3)
         finite = tl.load(finite_ptr + matrix) > 0
         q = (q_ptr + q_offset).to(tl.int64)  # a number, as in `_multiply_kernel`
+        Q_DTYPE: tl.constexpr = q_ptr.dtype.element_ty
+        COLUMNS: tl.constexpr = PASS.columns
+        HALF: tl.constexpr = PASS.columns // 2
+        strip = (memory, p_ptr + p_offset, q, row, begin, end, sizes, finite)
         # The aligned branch moves 16 bytes at a time, the other one element.
         if (memory[0] | memory[1] | memory[2] | q | sizes[1] * 2) % 16 == 0:
-            _reconstruct_strip(
-                memory, p_ptr + p_offset, q, row, begin, end, sizes, finite,
-                SOURCE, q_ptr.dtype.element_ty, LIMIT, KEPT, HAS_ERROR, True, ELEMENTWISE, RANK, ROWS, COLUMNS,
-            )  # fmt: skip
+            _reconstruct_strip(*strip, Q_DTYPE, PASS, True, COLUMNS)
         else:
             # Half a tile at a time, because an address and a mask for every element take registers. Processes may take
             # different branches and get the same bits: every element is a sum over r, in order, in both.
-            _reconstruct_strip(
-                memory, p_ptr + p_offset, q, row, begin, end, sizes, finite,
-                SOURCE, q_ptr.dtype.element_ty, LIMIT, KEPT, HAS_ERROR, False, ELEMENTWISE, RANK, ROWS, COLUMNS // 2,
-            )  # fmt: skip
+            _reconstruct_strip(*strip, Q_DTYPE, PASS, False, HALF)
 
 
 def _norms(
-    wire: Tensor,
-    layout: FactorLayout,
-    keys: Sequence[int],
-    step: Tensor,
-    following: Tensor,
-    finite: Tensor,
-    *,
-    advances: bool = False,
-    advance_to: int | None = None,
-    unpack: Uncompressed | None = None,
+    factors: Tensor, keys: Sequence[int], renewal: Renewal, finite: Tensor, *, advances: bool, others: dict[str, Any]
 ) -> dict[str, Any]:
-    """The norms of the rows to renew, in one launch. Returns the arguments of `renew_row`, except the row."""
-    rows = layout.on_device.get(("rows", tuple(keys)), following.device, lambda: _rows(layout, keys))
-    n_rows, n_unpacks = rows.shape[1], 0 if unpack is None else unpack.table.n_chunks
+    """The norms of the rows to renew, in one launch. Returns the arguments of `_renew_row`, except the row."""
+    layout, device = renewal.layout, renewal.following.device
+    rows = layout.on_device.get(("rows", tuple(keys)), device, lambda: _rows(layout, keys))
+    n_rows = rows.shape[1]
     row_arguments = {
-        "wire_ptr": wire,
+        "factors_ptr": factors,
         "rows_ptr": rows,
-        "norms_ptr": torch.empty(2, n_rows, dtype=torch.float32, device=following.device),
+        "norms_ptr": torch.empty(2, n_rows, dtype=torch.float32, device=device),
         "finite_ptr": finite,
         "n_rows": n_rows,
         "BLOCK": BLOCK_NUMEL,
     }
-    _norms_kernel[(n_rows + n_unpacks,)](
-        step_ptr=step if advances else None,
-        segments_ptr=None if unpack is None else unpack.target_table.packed(unpack.target),
-        packed_ptr=None if unpack is None else unpack.wire,
-        n_segments=0 if unpack is None else len(unpack.table.lengths),
-        n_unpacks=n_unpacks,
-        advance_to=-1 if advance_to is None else advance_to,
-        TARGET=None if unpack is None else triton_dtype(unpack.table.dtype),
-        UNPACK=CHUNK_NUMEL,
+    _norms_kernel[(n_rows + others["n_others"],)](
+        step_ptr=renewal.step if advances else None,
+        advance_to=-1 if renewal.advance_to is None else renewal.advance_to,
         num_warps=NUM_WARPS,
         **row_arguments,
+        **others,
     )
-    return row_arguments | {"step_ptr": step, "following_ptr": following}
+    return row_arguments | {"step_ptr": renewal.step, "following_ptr": renewal.following}
 
 
 def renew_triton(
     wire: Tensor, layout: FactorLayout, keys: Sequence[int], step: Tensor, following: Tensor, finite: Tensor
 ) -> None:
     """`renew` in two launches."""
+    renewal = Renewal(layout, following, step, None)
     with torch.cuda.device_of(following):
-        row_arguments = _norms(wire, layout, keys, step, following, finite)
+        row_arguments = _norms(wire, keys, renewal, finite, advances=False, others=_others(None))
         _renew_kernel[(row_arguments["n_rows"],)](**row_arguments, num_warps=NUM_WARPS)
-
-
-# Arguments of a launch that renews no factors.
-NO_ROWS: dict[str, Any] = {
-    "wire_ptr": None,
-    "rows_ptr": None,
-    "norms_ptr": None,
-    "step_ptr": None,
-    "following_ptr": None,
-    "n_rows": 0,
-    "BLOCK": 1,
-}
 
 
 def reconstruct_triton(operands: Operands, p: Tensor, q: Tensor, finite: Tensor) -> None:
     """`reconstruct` in one launch; with a renewal in two: norms and unpacking, then matrices and factors."""
-    table, renewal = operands.table, operands.renewal
+    table, renewal, others = operands.table, operands.renewal, operands.uncompressed
     is_elementwise = table.padded_rank <= ELEMENTWISE_RANK
     with torch.cuda.device_of(p):
-        row_arguments: Mapping[str, Any] = {"finite_ptr": finite, **NO_ROWS}
+        row_arguments = {"finite_ptr": finite, "n_rows": 0}
         if renewal is not None:
-            row_arguments = _norms(
-                p if renewal.layout is table.p else q,
-                renewal.layout,
-                table.keys,
-                renewal.step,
-                renewal.following,
-                finite,
-                advances=True,
-                advance_to=renewal.advance_to,
-                unpack=operands.uncompressed,
-            )
-        elif (others := operands.uncompressed) is not None:
+            factors, unpacking = p if renewal.layout is table.p else q, _others(others, of_target=True)
+            row_arguments = _norms(factors, table.keys, renewal, finite, advances=True, others=unpacking)
+        elif others is not None:
             others.table.kernels.unflatten(others.wire, others.target, others.target_table, 1.0, None)
-        strip_arguments = _strip_arguments(operands, to_p=True)
+        width = 1 if is_elementwise else table.padded_rank
+        strip_arguments = _strips(operands, to_p=True, is_kept=operands.keep, limit=table.limit, width=width)
         _reconstruct_kernel[(strip_arguments["n_programs"] + row_arguments["n_rows"],)](
             p_ptr=p,
             q_ptr=q,
-            LIMIT=table.limit,
-            KEPT=operands.keep,
-            ELEMENTWISE=is_elementwise,
             num_warps=4 if is_elementwise else 8,
             **strip_arguments,
             **row_arguments,

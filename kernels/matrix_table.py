@@ -55,6 +55,8 @@ ELEMENTWISE = Tiling(rows=16, columns=64, strip_rows=128, strip_columns=512)
 DOT = Tiling(rows=32, columns=32, strip_rows=512, strip_columns=512)
 # Maximum partial sums per factor; beyond it, strips grow.
 MAX_STRIPS = 128
+# Elements of a factor whose partial sums one program adds up.
+SUM_NUMEL = 256
 
 
 class Matrix(NamedTuple):
@@ -146,7 +148,6 @@ class MatrixTable:
         tiling: how the kernels cut the matrices.
         keys: keys of the matrices' random columns.
         block_rows: rows of each matrix that the CPU paths handle at once: as many as stay in cache.
-        fits_triton: False for fp64, ranks above `MAX_RANK`, and rows of more than `MAX_COLUMNS` elements.
 
     Raises:
         ValueError: there are no matrices, a matrix is empty, or a rank is not in 1 ... min(rows, columns).
@@ -179,14 +180,14 @@ class MatrixTable:
         self.on_device = ProgramTables()
         self._uploaded: Upload | None = None
         is_in_range = self.largest_rank <= MAX_RANK and max(self.q.lengths) <= MAX_COLUMNS
-        self.fits_triton = is_in_range and self.compute == torch.float32
+        self._fits_triton = is_in_range and self.compute == torch.float32
 
     def __len__(self) -> int:
         return len(self.matrices)
 
     def can_use_triton(self) -> bool:
         """Whether the Triton kernels run. They read addresses on the device, so CUDA graphs of a step can be reused."""
-        return self.fits_triton and use_triton(self.device)
+        return self._fits_triton and use_triton(self.device)
 
     def can_keep(self) -> bool:
         """Whether `project` should store M in the target: where the target can hold it, and where that saves a read.
@@ -196,9 +197,9 @@ class MatrixTable:
         return self.dtype == self.compute and self.can_use_triton()
 
     @cached_property
-    def sides(self) -> dict[bool, list[Side]]:
-        """A `Side` for each matrix, in the products for P (True) and for Q (False)."""
-        return {to_p: _sides(self, to_p) for to_p in (True, False)}
+    def products(self) -> dict[bool, Product]:
+        """How the kernels form P (True) and Q (False)."""
+        return {to_p: _product(self, to_p) for to_p in (True, False)}
 
     def packed(self) -> Tensor:
         """Rows, columns, ranks and offsets of P and of Q, on the device: int64 [5, matrices]."""
@@ -221,56 +222,39 @@ class MatrixTable:
         return [memory.as_strided(size, (size[1] + ROW_GAP_NUMEL, 1)) for size in sizes]
 
 
-class Side(NamedTuple):
-    """How a product cuts one matrix into strips, each of which gives a partial sum of a factor."""
+class Product(NamedTuple):
+    """The programs of a product, for P or for Q. Each strip of a matrix gives a partial sum of the factor.
 
-    along: int  # length of a column of the factor that is computed
-    across: int  # length that the product sums over, and that strips cut
-    strip: int  # length of a strip: whole tiles, about as long as `Tiling` says, as nearly equal as tiles allow
-    n_strips: int
-    size: int  # elements of the factor, and of a partial sum
-    start: int  # of the first partial sum
+    Attributes:
+        strips: those that form partial sums; `reconstruct` has those of P. Fields: matrix; first row for P, or column
+            for Q; first and last column of the strip for P, or row for Q; start of the partial sum.
+        chunks: those that add up `SUM_NUMEL` elements of them. Fields: start of the chunk in its factor, size of the
+            factor, number of strips, start of the factor's partial sums, offset of the factor in the packed result.
+        numel: elements of all partial sums.
+    """
+
+    strips: list[tuple[int, int, int, int, int]]
+    chunks: list[tuple[int, int, int, int, int]]
+    numel: int
 
 
-def _sides(table: MatrixTable, to_p: bool) -> list[Side]:
-    """A `Side` for each matrix."""
-    cut, found, start = table.tiling, [], 0
+def _product(table: MatrixTable, to_p: bool) -> Product:
+    cut, strips, chunks, start = table.tiling, [], [], 0
     tile, wanted = (cut.columns, cut.strip_columns) if to_p else (cut.rows, cut.strip_rows)
-    for m in table.matrices:
+    block, offsets = (cut.rows, table.p.offsets) if to_p else (cut.columns, table.q.offsets)
+    for i, m in enumerate(table.matrices):
+        # A strip cuts the length that the product sums over, into whole tiles, as nearly equal as these allow.
         along, across = (m.rows, m.columns) if to_p else (m.columns, m.rows)
         strip = -(-across // (min(-(-across // wanted), MAX_STRIPS) * tile)) * tile
-        found.append(Side(along, across, strip, -(-across // strip), m.rank * along, start))
-        start += found[-1].n_strips * found[-1].size
-    return found
-
-
-def strips(table: MatrixTable, to_p: bool) -> list[tuple[int, int, int, int, int]]:
-    """The programs of a product; `reconstruct` has those of P.
-
-    Fields: matrix; first row for P, or column for Q; first and last column of the strip for P, or row for Q; start of
-    the partial sum.
-    """
-    block = table.tiling.rows if to_p else table.tiling.columns
-    return [
-        (i, first, begin, min(begin + side.strip, side.across), side.start + k * side.size)
-        for i, side in enumerate(table.sides[to_p])
-        for first in range(0, side.along, block)
-        for k, begin in enumerate(range(0, side.across, side.strip))
-    ]
-
-
-def chunks(table: MatrixTable, to_p: bool, chunk: int) -> list[tuple[int, int, int, int, int]]:
-    """The programs that add up partial sums, ``chunk`` elements each.
-
-    Fields: start of the chunk in its factor, size of the factor, number of strips, start of the factor's partial sums,
-    offset of the factor in the packed result.
-    """
-    offsets = (table.p if to_p else table.q).offsets
-    return [
-        (first, side.size, side.n_strips, side.start, offset)
-        for side, offset in zip(table.sides[to_p], offsets, strict=True)
-        for first in range(0, side.size, chunk)
-    ]
+        size, begins = m.rank * along, range(0, across, strip)
+        strips += [
+            (i, first, begin, min(begin + strip, across), start + k * size)
+            for first in range(0, along, block)
+            for k, begin in enumerate(begins)
+        ]
+        chunks += [(first, size, len(begins), start, offsets[i]) for first in range(0, size, SUM_NUMEL)]
+        start += len(begins) * size
+    return Product(strips, chunks, start)
 
 
 class Uncompressed(NamedTuple):

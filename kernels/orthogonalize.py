@@ -25,13 +25,15 @@ registers of one program: little compared with the matrices.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from math import isnan
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from gradwire.kernels.dispatch import choose
+from gradwire.kernels.dispatch import use_triton
 from gradwire.kernels.matrix_table import ALIGN_NUMEL, MAX_RANK, FactorLayout
 
 TOLERANCE_EPS = 64  # remainder / norm of a column to drop. Gram-Schmidt, CPUs: above the rounding errors of 64 columns
@@ -161,6 +163,7 @@ def bound_orthogonalize(
     """`orthogonalize_reference` from one dtype into another, of ranks up to ``largest_rank``, or its Triton kernels or
     CPU path. In Triton, small factors take one launch, large ones five.
     """
-    cpu = orthogonalize_reference if torch.float64 in (wire, out) else orthogonalize_cpu
-    takes_triton = largest_rank <= MAX_RANK and out == torch.float32
-    return choose(device, cpu, orthogonalize_reference, takes_triton)
+    if largest_rank <= MAX_RANK and out == torch.float32 and use_triton(device):
+        launchers: Any = import_module("gradwire.kernels.orthogonalize_triton")
+        return cast("Callable[..., None]", launchers.orthogonalize_triton)
+    return orthogonalize_cpu if device.type == "cpu" and torch.float64 not in (wire, out) else orthogonalize_reference

@@ -74,7 +74,7 @@ class SegmentTable:
         runs: element ranges that the CPU paths process at once, in wire order.
         n_chunks: number of programs of a kernel.
         fields: rows of the packed table between the addresses and the chunks.
-        scratch: memory of the CPU paths in one dtype, run by run; see `gradwire.kernels.flatten`.
+        scratch: memory of the CPU paths in one dtype, run by run, which `gradwire.kernels.flatten` makes.
 
     Raises:
         ValueError: the list is empty; dtypes or devices differ; a tensor is not floating point or complex, is sparse,

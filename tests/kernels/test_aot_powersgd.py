@@ -80,10 +80,10 @@ def launches(gradient, wire, keep, error, rank, shortening=1, precision="tf32"):
         kernel, arguments = launch.name, launch.arguments
         if kernel == "apply":
             kernel = "apply_second" if arguments["next_grams_ptr"] is None else "apply_first"
-        if kernel == "sum_partials" and arguments["segments_ptr"] is not None:
+        if kernel == "sum_partials" and arguments["n_others"] > 0:
             kernel = "sum_and_pack"
         if kernel == "multiply":
-            kernel = "project" if arguments["TO_P"] else "backproject"
+            kernel = "project" if arguments["PASS"].to_p else "backproject"
         found[kernel] = launch
     assert sorted(found) == sorted(LIMITS), "a kernel that no step launches is not tested"
     return found
@@ -105,7 +105,7 @@ def check(kernel, variant, rank, target, precision="tf32"):
     assert binary.shared <= SHARED, binary
     if kernel in ("project", "backproject", "reconstruct") and target != "gfx942":
         read, written = matrix_bytes(kernel, gradient, keep, error)
-        block = arguments["ROWS"] * arguments["COLUMNS"]
+        block = arguments["PASS"].rows * arguments["PASS"].columns
         # 16-bit elements of a block that 8 warps share are too few for 16 bytes a thread.
         if block * gradient.itemsize >= 16 * 32 * arguments["num_warps"]:
             assert binary.loaded >= block * read, binary
@@ -143,12 +143,12 @@ def test_program_id_is_widened_to_64_bits_before_arithmetic(kernel):
 @pytest.mark.parametrize("kernel", ["project", "backproject", "reconstruct"])
 def test_tiles_of_m_have_64_bit_addresses_and_32_bit_offsets(kernel, variant, rank):
     launch = launches(*variant, rank)[kernel]
-    arguments, lines = launch.arguments, [line.split(" loc(")[0] for line in intermediate(launch, "sm_90")]
+    tile, lines = launch.arguments["PASS"], [line.split(" loc(")[0] for line in intermediate(launch, "sm_90")]
     scalars = [line for line in lines if re.search(r"tt\.addptr .*: !tt\.ptr<b?f\d+>, ", line)]
     assert len(scalars) >= 6, "source, target, error, P and Q, in two branches"
     for line in scalars:
         assert line.endswith("i64"), line
-    shape = f"{arguments['ROWS']}x{arguments['COLUMNS']}"
+    shape = f"{tile.rows}x{tile.columns}"
     tiles = [line for line in lines if f": tensor<{shape}x!tt.ptr" in line and "tt.addptr" in line]
     assert tiles, "in the aligned branch"
     if kernel == "reconstruct" or rank == 4:  # tiles of factors have the same shape at rank 32

@@ -100,10 +100,10 @@ def test_flatten_addresses_beyond_2_31_elements():
         table_ptr=table_beyond_2_31(source.window),
         wire_ptr=Shifted(wire.window, OFFSET + START),
         scale_ptr=None,
-        counters_ptr=counters,
+        statistics_ptr=counters,
         scale=2.0,
         limit=1.0,
-        SOURCE=tl.float32,
+        GRADIENT=tl.float32,
         COMPUTE=tl.float32,
         **SHAPE,
     )
