@@ -31,7 +31,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from gradwire.bench.record import format_bytes
 from gradwire.cli import missing_packages
 from gradwire.cli.run_advise import AdviceGiven, advised, fail, is_left_alone, measured_script, reduce
-from gradwire.hooks._bucket import CommHook, GradBucket
+from gradwire.hooks._bucket import GradBucket
+from gradwire.hooks._decorators import CommHook
 from gradwire.hooks.default_hooks import CastState
 from gradwire.hooks.hook_state import HookSettings, HookState
 from gradwire.kernels import WIRE_FORMATS

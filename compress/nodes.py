@@ -83,7 +83,7 @@ async def quantized_all_reduce_on_nodes(step: Step) -> None:
 
 
 class NodeBucket(BucketMemory):
-    """One bucket on nodes of several ranks: its shards, and the error memory of this rank's shard.
+    """One bucket on nodes of several ranks: its shards, and the errors of this rank's shard; `all_reduce` averages it.
 
     Every section of the bucket, the gradients of one wire format, is cut into G equal numbers of blocks. The arguments
     are those of `QuantizedBucket`, with ``options.local_size`` for G.
@@ -99,6 +99,8 @@ class NodeBucket(BucketMemory):
         memory: empty: errors are in the shard.
         inherited: errors by parameter name that the next step hands over to the ranks in whose shards they lie.
     """
+
+    all_reduce = staticmethod(quantized_all_reduce_on_nodes)
 
     def __init__(
         self,

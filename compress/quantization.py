@@ -331,7 +331,7 @@ class QuantizedFactors(QuantizedMessage):
 
 
 class QuantizedBucket(QuantizedMessage, BucketMemory):
-    """One bucket: where its gradients lie in a message, and the error memories.
+    """One bucket: where its gradients lie in a message, and the error memories. `all_reduce` is its algorithm.
 
     It serves every step until its parameters, their dtype, the ranks or the options change; the next bucket of these
     parameters starts from its `folded` errors.
@@ -351,6 +351,8 @@ class QuantizedBucket(QuantizedMessage, BucketMemory):
             feedback. Updated in place.
         memory: the "errors" of the first shot, by parameter name: views of ``errors``.
     """
+
+    all_reduce = staticmethod(quantized_all_reduce)
 
     def __init__(
         self,

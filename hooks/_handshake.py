@@ -35,7 +35,8 @@ from gradwire.comm.store_collectives import (
     store_all_gather,
 )
 from gradwire.comm.torch_internals import default_group, is_initialized_group
-from gradwire.hooks._bucket import Bucket, is_gradwire_hook
+from gradwire.hooks._bucket import Bucket
+from gradwire.hooks._decorators import is_gradwire_hook
 from gradwire.hooks._names import registered_wrappers
 
 # Longest wait for the other ranks in a later handshake, or half of the process group's timeout if that is less: a

@@ -42,7 +42,12 @@ class Owner(Protocol):
     def _group(self) -> dist.ProcessGroup: ...
 
     def make_bucket(
-        self, parameters: Sequence[Tensor], dtype: torch.dtype, names: Sequence[str], transport: Transport
+        self,
+        parameters: Sequence[Tensor],
+        dtype: torch.dtype,
+        names: Sequence[str],
+        transport: Transport,
+        earlier: MemoryByName,
     ) -> BucketMemory | None:
         """The memory of a new bucket."""
 
@@ -123,19 +128,23 @@ class StateMemory:
         self.drop_buckets(names)
         parameters = [gradient_layout(parameter) for parameter in bucket.parameters()]
         transport = executor_for(group, bucket.device).transport
-        made = self._state.make_bucket(parameters, bucket.dtype, names, transport)
+        made = self._state.make_bucket(parameters, bucket.dtype, names, transport, self.own)
         if made is not None:
             self.keep(made.memory)
+            for name in made.inherited or ():  # the bucket holds these errors now, and has no views of them
+                self.own[ERRORS].pop(name, None)
         return made
 
-    def make_bucket(self, parameters: Sequence[Tensor], dtype: torch.dtype, names: Sequence[str]) -> BucketMemory:
+    def make_bucket(
+        self, parameters: Sequence[Tensor], dtype: torch.dtype, names: Sequence[str], earlier: MemoryByName
+    ) -> BucketMemory:
         """New declared memory for these parameters, copied from earlier buckets where there is some, else zeros."""
         layouts = [layout_in_dtype(as_real(parameter), dtype) for parameter in parameters]
         tensors: dict[str, dict[str, Tensor]] = {entry: {} for entry in self.declared}
         for entry, declared in self.declared.items():
             for name, layout in zip(names, layouts, strict=True):
                 zeros = declared.zeros(layout, layout.device)
-                kept = self.own[entry].get(name, zeros)
+                kept = earlier[entry].get(name, zeros)
                 check_memory_shape(entry, name, kept, zeros.shape)
                 tensors[entry][name] = kept.to(zeros.device, zeros.dtype)
         return BucketMemory(SegmentTable(layouts), tensors)

@@ -119,7 +119,7 @@ class ScaledCastState(HookState):
 
     def _begin_step(self) -> None:
         """Begin a step; see `HookState._begin_step`."""
-        self._is_left_open = not self._is_counted
+        self._is_left_open = self.steps.is_open
         super()._begin_step()
         copy = self._saturated
         if copy is not None and not is_capturing(copy.device) and copy.is_there():  # a capture allows no event query

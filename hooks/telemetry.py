@@ -103,7 +103,6 @@ class Observable(Protocol):
     """What telemetry reads of a hook state."""
 
     memory: Any  # a `StateMemory`, or None
-    _step_in_progress: int | None
 
     def _device_counters(self) -> Mapping[str, Tensor]:
         """Further totals among the metrics, one element each."""
@@ -210,8 +209,11 @@ class Telemetry:
         """Count the steps of ``exact_every`` from here. All ranks call it at the same bucket, with equal `settings`."""
         self._agreed_at = self._n_steps
 
-    def sample(self, index: int) -> Sample | None:
-        """The measurements of the current step, after the report of the previous ones."""
+    def sample(self, index: int, n_before: int | None) -> Sample | None:
+        """The measurements of the current step, after the report of the previous ones.
+
+        ``index`` is that of a bucket, ``n_before`` the number of steps before this one; None if the hook counts none.
+        """
         latest, self._latest_index = self._latest_index, index
         if latest is None or index <= latest:  # the buckets of a step come in the order of their indices
             self.flush()
@@ -220,7 +222,9 @@ class Telemetry:
             n = self._n_steps
             is_exact = self._exact_every > 0 and (n - self._agreed_at) % self._exact_every == 0
             is_measured = is_exact or n % self._every == 0
-            self._sample = Sample(self._state._step_in_progress or n, is_exact, self._state) if is_measured else None
+            self._sample = (
+                Sample(n if n_before is None else n_before + 1, is_exact, self._state) if is_measured else None
+            )
             if self._sample is not None:
                 self._pending.append(self._sample)
         return self._sample

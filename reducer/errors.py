@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradwire.hooks._bucket import GradBucket, check_process_group
+from gradwire.hooks._bucket import GradBucket
+from gradwire.hooks._decorators import check_process_group
 from gradwire.reducer import torch_internals
 
 HOOK_REGISTERED_TWICE = "register_comm_hook or register_builtin_comm_hook can only be called once."
