@@ -263,15 +263,10 @@ class LowRankBucket(BucketMemory):
         return factors + self._others_numel
 
     def start_step(self, step: Step, *, sends: Sequence[FactorLayout], basis: FactorLayout) -> LowRankStep:
-        """Lay out the tensors of a step.
+        """Lay out the tensors of a step, which must fit ``layout``.
 
-        Args:
-            step: the step, whose memory this bucket is.
-            sends: layout of the factors of each exchange, ``table.p`` or ``table.q``: one or two.
-            basis: layout of the factors to orthogonalize.
-
-        Raises:
-            ValueError: the gradients, or the results, do not fit ``layout``.
+        ``sends`` are the layouts of the factors of each exchange, ``table.p`` or ``table.q``; ``basis`` is that of the
+        factors to orthogonalize.
         """
         source, iteration, workspace, is_in_place = step.gradients, step.iteration, step.workspace, step.is_in_place
         target = source if is_in_place else step.results
@@ -387,10 +382,9 @@ class LowRankBucket(BucketMemory):
     def _packed(
         self, factors: FactorLayout, names: Iterable[str], earlier: Mapping[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """One buffer with P or Q of all matrices, and the view of each parameter.
+        """One buffer with P or Q of all matrices, and the view of each parameter, which holds the ``earlier`` factors.
 
-        A view holds the ``earlier`` factors if they have its shape, and random columns otherwise, as when r has
-        changed.
+        Random columns if those have another shape, as when r has changed.
         """
         buffer = torch.zeros(factors.numel, dtype=self.table.compute, device=self.table.device)
         self.kernels.draw(factors, self.table.keys, self.counter, buffer)
@@ -422,18 +416,8 @@ def flat_low_rank_bucket(
     """A `LowRankBucket` of the flat bucket as one nearly square matrix; the remaining elements are not compressed.
 
     Errors belong to parameters and are views of one flat tensor. Factors belong to the bucket, and are named after its
-    first and last parameter.
-
-    Args:
-        layouts: real dense tensors with the shapes, strides, dtype and device of the gradients.
-        rank: r, clamped to min(n, m).
-        names: parameter names.
-        memory: memory of earlier buckets, by name. Not modified.
-        error_feedback: whether to add the residual of compression to the next gradient.
-        options: further options of `LowRankBucket`.
-
-    Returns:
-        The bucket, with two gradients: the matrix and the remainder. None if the matrix would not shrink.
+    first and last parameter. The arguments are those of `LowRankBucket`; ``rank`` is clamped to min(n, m). Returns None
+    if the matrix would not shrink.
     """
     table = SegmentTable(layouts)
     columns = max(1, math.isqrt(max(table.numel - 1, 0)) + 1)  # the square root, rounded up

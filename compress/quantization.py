@@ -51,8 +51,6 @@ from gradwire.kernels import (
 
 FACTOR_BLOCK_SIZE = 64  # elements of a low-rank factor that share a scale
 SECOND_SHOT_SALT = -1  # the first shot's salts are the ranks
-
-
 _FULL = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -67,41 +65,10 @@ async def quantized_all_reduce(step: Step) -> None:
 
     Args:
         step: its memory is a `QuantizedBucket`, built for its transport. The errors of the bucket are modified.
-
-    Example: without a process group, on a list of tensors. The same gradient is quantized to 4 bits in 20 steps; error
-    feedback sends in later steps what earlier ones left out, so the mean of the results is closer to it than any of
-    them::
-
-        >>> import torch
-        >>> from gradwire.comm import LocalTransport, Workspace, run_algorithm
-        >>> from gradwire.compress import Quantization, QuantizedBucket, Step, WirePolicy, quantized_all_reduce
-        >>> gradients = [torch.randn(256, 128), torch.randn(256)]
-        >>> formats = WirePolicy(wire="int4").wire_formats(gradients)
-        >>> transport, workspace = LocalTransport(), Workspace(torch.device("cpu"))
-        >>> bucket = QuantizedBucket(gradients, formats, transport, Quantization(block_size=64))
-        >>> results, applied = [torch.empty_like(g) for g in gradients], torch.zeros(256, 128)
-        >>> for i in range(20):
-        ...     step = Step.of(bucket, gradients, results, i, transport, workspace)
-        ...     run_algorithm(quantized_all_reduce(step), transport)
-        ...     applied += results[0] / 20
-        >>> transport.payload_bytes // 20, sum(g.nbytes for g in gradients)
-        (17936, 132096)
-        >>> bool((applied - gradients[0]).norm() < (results[0] - gradients[0]).norm() / 5)
-        True
     """
-    bucket: QuantizedBucket = step.memory
-    transport = step.transport
+    bucket, transport = step.memory, step.transport
     tensors = bucket.start_step(step.gradients, step.results, step.iteration, step.workspace.wires(*bucket.wires))
-    # First shot (DoubleSqueeze, algorithm 1, worker). E joins before quantization, so the residual of earlier steps is
-    # sent again. A rank sends each shard only to the rank that sums it: (n - 1) / n of one message (ZeRO++, 3.3).
-    tensors.quantize(1 / transport.world_size, transport)
-    await transport.all_to_all(tensors.received, tensors.message)
-    # Second shot (algorithm 1, server; here every rank serves one shard). The sum is in rank order, not in order of
-    # arrival, which would change its last bits. Quantizing it again has a residual of its own, E2.
-    tensors.reduce(transport)
-    await transport.all_gather(tensors.message, tensors.result)
-    # A rank decodes its own shard from the message, too: its fp32 sum is more precise than the others' copies.
-    tensors.dequantize()
+    await two_shot_all_reduce(tensors, 1 / transport.world_size, transport)
     # Errors change last: only the gathered message tells whether a gradient was inf or NaN on any rank.
     if tensors.pending is not None:
         tensors.kernels.commit_errors(tensors.message, tensors.pending, bucket.errors)
@@ -109,10 +76,15 @@ async def quantized_all_reduce(step: Step) -> None:
 
 async def two_shot_all_reduce(step: QuantizedStep, scale: float, transport: Transport) -> None:
     """Write ``scale`` times the sum of the sources over all ranks into the targets; the next errors are pending."""
+    # First shot (DoubleSqueeze, algorithm 1, worker). E joins before quantization, so the residual of earlier steps is
+    # sent again. A rank sends each shard only to the rank that sums it: (n - 1) / n of one message (ZeRO++, 3.3).
     step.quantize(scale, transport)
     await transport.all_to_all(step.received, step.message)
+    # Second shot (algorithm 1, server; here every rank serves one shard). The sum is in rank order, not in order of
+    # arrival, which would change its last bits. Quantizing it again has a residual of its own, E2.
     step.reduce(transport)
     await transport.all_gather(step.message, step.result)
+    # A rank decodes its own shard from the message, too: its fp32 sum is more precise than the others' copies.
     step.dequantize()
 
 
@@ -151,10 +123,7 @@ class QuantizedStep(NamedTuple):
             message.view(torch.int32)[..., 1] = transport.n_passes  # in the headers of all cells
 
     def reduce(self, transport: Transport) -> None:
-        """Write the sums of ``received`` over all ranks into ``result``, quantized.
-
-        Raises RuntimeError if the ranks have made different numbers of forward passes.
-        """
+        """Write the sums of ``received`` into ``result``, quantized; RuntimeError if ranks are in other forwards."""
         received, n_passes = self.received, transport.n_passes
         if n_passes > 0:
             passes = received[0].view(torch.int32)[:, 1].tolist()
@@ -217,15 +186,7 @@ def earlier_errors(
 
 
 class QuantizedMessage:
-    """The messages of a two-shot all-reduce of tensors: where the blocks of each tensor lie.
-
-    Args:
-        layouts: real dense tensors with the shapes, strides, dtypes and device of the tensors, or the tensors.
-        formats: wire format of each tensor.
-        transport: the transport of its collectives; gives world size, rank and number of pieces.
-        options: block size and rounding.
-        names: names of the tensors, keys of the random numbers; by default "0", "1", ...
-        iteration: number of the current step, for the random numbers.
+    """The messages of a two-shot all-reduce of tensors: where the blocks of each tensor lie. See `QuantizedBucket`.
 
     Attributes:
         message_layout: position of each block in a message.
@@ -269,24 +230,17 @@ class QuantizedMessage:
         return sizes
 
     def set_counter(self, iteration: int) -> None:
-        """Set ``counter`` to the number of the step, if random numbers need it.
-
-        Skipped while launches are captured or recorded, because every replay would set the same number.
-        """
+        """Set ``counter`` to the number of the step, if random numbers need it."""
         is_random = self.errors is not None and self.errors.dtype == torch.bfloat16
-        if is_random and not is_capturing(self.counter.device):
+        if is_random and not is_capturing(self.counter.device):  # every replay would set the same number
             self.counter.fill_(iteration)
 
     def start_step(
         self, source: Sequence[Tensor], target: Sequence[Tensor], iteration: int, buffers: Sequence[Tensor]
     ) -> QuantizedStep:
-        """Set ``counter``, and lay out the tensors of a step.
+        """Set ``counter``, and lay out the tensors of a step: real ones, ``target`` may be ``source``.
 
-        Args:
-            source: the tensors to add up, real.
-            target: the tensors that receive the result; may be ``source``.
-            iteration: the number of the step; see `set_counter`.
-            buffers: memory for the step, as ``wires`` describes it. Overwritten.
+        ``buffers`` is memory for the step, as ``wires`` describes it. Overwritten.
         """
         self.set_counter(iteration)
         layout = self.message_layout

@@ -145,7 +145,7 @@ class HookSettings:
 
     def _warn_if_unused(self, telemetry: Telemetry) -> None:
         has_model = self.names is not None and self.names.is_complete
-        if not telemetry.has_begun and not has_model and not registered_wrappers(self):
+        if telemetry.n_steps == 0 and not has_model and not registered_wrappers(self):
             warnings.warn(
                 f"This {type(self).__name__} is observed, but has no model, so nothing is measured. Register it on the "
                 "model: model.register_comm_hook(state, hook).",

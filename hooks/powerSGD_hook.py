@@ -62,11 +62,7 @@ _PYTORCH_ATTRIBUTES = ("error_dict", "maybe_increase_iter", "p_memory_dict", "q_
 
 @dataclass(frozen=True, kw_only=True)
 class PowerSGDOptions:
-    """The options of `PowerSGDState`, documented there: PyTorch's in PyTorch's order, then gradwire's.
-
-    Raises:
-        ValueError: an option is of another type or out of range, or two exclude each other.
-    """
+    """The options of `PowerSGDState`, documented there: PyTorch's in PyTorch's order, then gradwire's."""
 
     matrix_approximation_rank: int
     start_powerSGD_iter: int
@@ -144,18 +140,6 @@ class PowerSGDOptions:
     def unmatched_pattern(self, names: Iterable[str]) -> str | None:
         """The first pattern in ``ranks`` or ``stacks`` that matches none of the names."""
         return self.policy.unmatched_pattern(names)
-
-    def bucket_options(self, iteration: int) -> dict[str, Any]:
-        """Keyword arguments of `LowRankBucket`, for a bucket made in step ``iteration``."""
-        return {
-            "error_feedback": self.use_error_feedback,
-            "factor_dtype": self.factor_dtype,
-            "factor_wire": WIRE_FORMATS[self.factor_wire] if self.factor_wire is not None else None,
-            "seed": self.random_seed,
-            "iteration": max(iteration, self.start_powerSGD_iter),
-            "alternating": self.alternating,
-            "precision": self.precision,
-        }
 
 
 class PowerSGDState(HookState):
@@ -344,12 +328,23 @@ class PowerSGDState(HookState):
         earlier: MemoryByName,
     ) -> LowRankBucket | None:
         """A new `LowRankBucket`; None if none of its matrices would shrink enough. See `HookState.make_bucket`."""
+        options = self.options
         layouts = [layout_in_dtype(as_real(parameter), dtype) for parameter in parameters]
-        options: dict[str, Any] = self.options.bucket_options(self.iter) | {"names": names, "memory": earlier}
+        arguments: dict[str, Any] = {
+            "names": names,
+            "memory": earlier,
+            "error_feedback": options.use_error_feedback,
+            "factor_dtype": options.factor_dtype,
+            "factor_wire": WIRE_FORMATS[options.factor_wire] if options.factor_wire is not None else None,
+            "seed": options.random_seed,
+            "iteration": max(self.iter, options.start_powerSGD_iter),
+            "alternating": options.alternating,
+            "precision": options.precision,
+        }
         if self._is_batched:
-            return flat_low_rank_bucket(layouts, self.options.matrix_approximation_rank, **options)
-        shapes = self.options.policy.matrix_shapes(parameters, names)
-        return LowRankBucket(layouts, shapes, **options) if any(shapes) else None
+            return flat_low_rank_bucket(layouts, options.matrix_approximation_rank, **arguments)
+        shapes = options.policy.matrix_shapes(parameters, names)
+        return LowRankBucket(layouts, shapes, **arguments) if any(shapes) else None
 
     def _warn_if_idle(self) -> None:
         """Warn, with the reason, if the first compressed step has compressed nothing."""
@@ -371,8 +366,8 @@ class PowerSGDState(HookState):
     def _initialize(self, parameters: Mapping[Tensor, str]) -> None:
         """Allocate the missing memory of every compressed parameter, as its first compressed step would.
 
-        Errors without factors exist after a failed step, when `resynchronize` took over the factors of a rank that had
-        none. `batched_powerSGD_hook` gets no factors here: they belong to buckets that are not known yet.
+        Errors without factors exist after a failed step, if `resynchronize` took over from a rank without factors.
+        Factors of `batched_powerSGD_hook` belong to buckets that are not known yet.
         """
         q, kept = self.memory.own["q"], self.memory.own[ERRORS if self.options.use_error_feedback else "q"]
         for parameter, name in parameters.items():

@@ -42,11 +42,7 @@ def __dir__() -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizationOptions(WirePolicy):
-    """The options of `QuantizationState`, documented there.
-
-    Raises:
-        ValueError: an option is of another type or out of range.
-    """
+    """The options of `QuantizationState`, documented there."""
 
     start_iter: int = 2
     local_size: int | str = "auto"
@@ -64,11 +60,7 @@ def check_local_size(value: object) -> None:
 
 
 def ranks_on_node(local_size: int | str, transport: Transport) -> int:
-    """The number of consecutive ranks on each node: ``local_size``, or what the ranks have found for "auto".
-
-    Raises:
-        ValueError: ``local_size`` does not divide the world size.
-    """
+    """The number of consecutive ranks on each node, which divides the world size; that which they found for "auto"."""
     size = transport.local_size if isinstance(local_size, str) else local_size
     if transport.world_size % size != 0:
         raise ValueError(
