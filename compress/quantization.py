@@ -203,11 +203,11 @@ class QuantizedMessage:
         names: Sequence[str] | None = None,
         iteration: int = 0,
     ) -> None:
-        names = names if names is not None else [str(i) for i in range(len(layouts))]
+        self.names = names if names is not None else [str(i) for i in range(len(layouts))]
         self._rank, self.kernels = transport.rank, bound_quantization(layouts[0].device)
         self.counter = torch.full((1,), iteration, dtype=torch.int64, device=layouts[0].device)
         self._roundings = Rounding(self.counter, self._rank), Rounding(self.counter, SECOND_SHOT_SALT)
-        self._members, groups = sections_by_format(layouts, formats, names, options)
+        self._members, groups = sections_by_format(layouts, formats, self.names, options)
         # The transport chooses the number of pieces by the size of an unsplit message.
         whole = MessageLayout(groups, transport.world_size)
         pieces = transport.pieces(transport.world_size * whole.cell_bytes)
@@ -319,16 +319,14 @@ class QuantizedBucket(QuantizedMessage, BucketMemory):
         memory: Mapping[str, Mapping[str, Tensor]] | None = None,
         iteration: int = 0,
     ) -> None:
-        names = names if names is not None else [str(i) for i in range(len(layouts))]
         super().__init__(layouts, formats, transport, options, names, iteration)
         errors: dict[str, Tensor] = {}
         if options.error_dtype is not None:
             self.errors = torch.zeros(sum(self._sizes), dtype=options.error_dtype, device=layouts[0].device)
-            errors = self._by_name(self.errors, names)
-            for name, error in earlier_errors(memory, names, layouts).items():
+            errors = self._by_name(self.errors)
+            for name, error in earlier_errors(memory, self.names, layouts).items():
                 errors[name].copy_(error)
         BucketMemory.__init__(self, SegmentTable(layouts), {"errors": errors})
-        self._names = names
 
     @property
     def can_replay(self) -> bool:  # type: ignore[override]
@@ -358,13 +356,13 @@ class QuantizedBucket(QuantizedMessage, BucketMemory):
             for piece, cell in enumerate(shard_values.split(section.blocks_per_cell * block_size)):
                 first, last = section.cell_blocks(piece * self.message_layout.world_size + self._rank)
                 errors[first * block_size : last * block_size] += cell[: (last - first) * block_size]
-        return {"errors": self._by_name(torch.cat(parts[: len(sections)]), self._names)}
+        return {"errors": self._by_name(torch.cat(parts[: len(sections)]))}
 
-    def _by_name(self, errors: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
+    def _by_name(self, errors: Tensor) -> dict[str, Tensor]:
         """Views of the errors of the first shot, which begin the flat ``errors``, like the gradients, by name."""
         views: dict[str, Tensor] = {}
         sections = self.message_layout.sections
         section_errors = errors[: sum(section.table.numel for section in sections)].split(self._sizes[: len(sections)])
         for section, members, flat in zip(sections, self._members, section_errors, strict=True):
-            views |= {names[i]: view for i, view in zip(members, section.table.error_views(flat), strict=True)}
+            views |= {self.names[i]: view for i, view in zip(members, section.table.error_views(flat), strict=True)}
         return views

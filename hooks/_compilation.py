@@ -42,8 +42,7 @@ class EarlyCompilation:
     ) -> None:
         """In plain step ``now``: run two steps of ``algorithm``, without collectives, in memory of their own.
 
-        Two steps: alternating PowerSGD launches different kernels in odd ones. ``make_bucket``:
-        `HookState.make_bucket`.
+        Two steps: alternating PowerSGD launches different kernels in odd ones. `HookState.make_bucket` makes the memory.
         """
         device, key = bucket.device, (names, bucket.dtype)
         if self._first_step is None:
