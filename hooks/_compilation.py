@@ -42,7 +42,7 @@ class EarlyCompilation:
     ) -> None:
         """In plain step ``now``: run two steps of ``algorithm``, without collectives, in memory of their own.
 
-        Two steps: alternating PowerSGD launches different kernels in odd ones. `HookState.make_bucket` makes the memory.
+        Two steps: alternating PowerSGD launches different kernels in odd ones. `HookState.make_bucket` makes memory.
         """
         device, key = bucket.device, (names, bucket.dtype)
         if self._first_step is None:
