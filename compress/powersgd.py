@@ -143,7 +143,7 @@ Message = Sequence[Tensor] | QuantizedStep
 async def exchange(message: Message, transport: Transport) -> None:
     """Replace factors, and the gradients that are sent with them, by their sums over all ranks."""
     if isinstance(message, QuantizedStep):
-        await two_shot_all_reduce(message, 1.0, transport)
+        await two_shot_all_reduce(message, transport)
     else:
         await transport.all_reduce(*message)
 
@@ -195,6 +195,7 @@ class LowRankBucket(BucketMemory):
         p: P of all matrices from the last step, packed as ``table.p``, if ``alternating``.
         counter: int64 [1], in device memory: number of the next step, for the random columns.
         finite: int32 [matrices], scratch of one step: whether each matrix is finite on all ranks.
+        sent_numels: payload of an even and of an odd step, in real elements.
     """
 
     def __init__(
@@ -255,12 +256,8 @@ class LowRankBucket(BucketMemory):
         self.p: Tensor | None = None
         if alternating:
             self.p, self.memory["p"] = self._packed(self.table.p, by_name, earlier.get("p", {}))
-
-    def sent_numel(self, iteration: int) -> int:
-        """Payload of a step in real elements."""
-        p, q = sum(self.table.p.sizes), sum(self.table.q.sizes)
-        factors = p + q if self.p is None else (p, q)[iteration % 2]
-        return factors + self._others_numel
+        p, q, others = sum(self.table.p.sizes), sum(self.table.q.sizes), self._others_numel
+        self.sent_numels = (p + others, q + others) if alternating else (p + q + others, p + q + others)
 
     def start_step(self, step: Step, *, sends: Sequence[FactorLayout], basis: FactorLayout) -> LowRankStep:
         """Lay out the tensors of a step, which must fit ``layout``.

@@ -68,23 +68,27 @@ async def quantized_all_reduce(step: Step) -> None:
     """
     bucket, transport = step.memory, step.transport
     tensors = bucket.start_step(step.gradients, step.results, step.iteration, step.workspace.wires(*bucket.wires))
-    await two_shot_all_reduce(tensors, 1 / transport.world_size, transport)
+    # First shot (DoubleSqueeze, algorithm 1, worker). E joins before quantization, so the residual of earlier steps is
+    # sent again. A rank sends each shard only to the rank that sums it: (n - 1) / n of one message (ZeRO++, 3.3).
+    tensors.quantize(1 / transport.world_size, transport)
+    await transport.all_to_all(tensors.received, tensors.message)
+    # Second shot (algorithm 1, server; here every rank serves one shard). The sum is in rank order, not in order of
+    # arrival, which would change its last bits. Quantizing it again has a residual of its own, E2.
+    tensors.reduce(transport)
+    await transport.all_gather(tensors.message, tensors.result)
+    # A rank decodes its own shard from the message, too: its fp32 sum is more precise than the others' copies.
+    tensors.dequantize()
     # Errors change last: only the gathered message tells whether a gradient was inf or NaN on any rank.
     if tensors.pending is not None:
         tensors.kernels.commit_errors(tensors.message, tensors.pending, bucket.errors)
 
 
-async def two_shot_all_reduce(step: QuantizedStep, scale: float, transport: Transport) -> None:
-    """Write ``scale`` times the sum of the sources over all ranks into the targets; the next errors are pending."""
-    # First shot (DoubleSqueeze, algorithm 1, worker). E joins before quantization, so the residual of earlier steps is
-    # sent again. A rank sends each shard only to the rank that sums it: (n - 1) / n of one message (ZeRO++, 3.3).
-    step.quantize(scale, transport)
+async def two_shot_all_reduce(step: QuantizedStep, transport: Transport) -> None:
+    """Write the sums of the sources over all ranks into the targets, without error memory."""
+    step.quantize(1.0, transport)
     await transport.all_to_all(step.received, step.message)
-    # Second shot (algorithm 1, server; here every rank serves one shard). The sum is in rank order, not in order of
-    # arrival, which would change its last bits. Quantizing it again has a residual of its own, E2.
     step.reduce(transport)
     await transport.all_gather(step.message, step.result)
-    # A rank decodes its own shard from the message, too: its fp32 sum is more precise than the others' copies.
     step.dequantize()
 
 
@@ -218,6 +222,7 @@ class QuantizedMessage:
         by_number = enumerate(zip(sections, self._members, strict=True))
         self._filled = [(k, section, members) for k, (section, members) in by_number if section.table.n_blocks > 0]
         self.errors: Tensor | None = None
+        self._is_random = options.error_dtype == torch.bfloat16  # whether random numbers round the errors
 
     @cached_property
     def wires(self) -> list[tuple[int, torch.dtype]]:
@@ -230,9 +235,8 @@ class QuantizedMessage:
         return sizes
 
     def set_counter(self, iteration: int) -> None:
-        """Set ``counter`` to the number of the step, if random numbers need it."""
-        is_random = self.errors is not None and self.errors.dtype == torch.bfloat16
-        if is_random and not is_capturing(self.counter.device):  # every replay would set the same number
+        """Set ``counter`` to the number of the step."""
+        if not is_capturing(self.counter.device):  # every replay would set the same number
             self.counter.fill_(iteration)
 
     def start_step(
@@ -242,7 +246,8 @@ class QuantizedMessage:
 
         ``buffers`` is memory for the step, as ``wires`` describes it. Overwritten.
         """
-        self.set_counter(iteration)
+        if self._is_random:
+            self.set_counter(iteration)
         layout = self.message_layout
         # ``message`` serves twice: it is sent in the first shot, and gathered in the second.
         message, received, result = buffers[:3]
@@ -335,7 +340,8 @@ class QuantizedBucket(QuantizedMessage, BucketMemory):
 
     def refresh(self, source: Sequence[Tensor], target: Sequence[Tensor], iteration: int) -> None:
         """Replace ``counter`` and the addresses of gradients and results; see `BucketMemory.refresh`."""
-        self.set_counter(iteration)
+        if self._is_random:
+            self.set_counter(iteration)
         for section, members in zip(self.message_layout.sections, self._members, strict=True):
             section.table.segments.packed(list(map(source.__getitem__, members)))
             if target is not source:

@@ -2,6 +2,10 @@
 
 A state has options, memory by parameter name, and a step count. The handshake between the ranks, checkpoints for any
 world size, resynchronization after errors, pickling and telemetry follow from the declaration of its memory.
+
+In `run`, a bucket goes through `Handshake.agree`, which compares the settings of the ranks, once;
+`StateMemory.of_bucket`, which finds its memory; and `reduce_bucket`, which runs the algorithm. On a GPU, `replayed`
+repeats recorded steps.
 """
 
 import functools

@@ -312,7 +312,7 @@ class PowerSGDState(HookState):
         """Add the elements of a compressed step to `compression_stats`; see `HookState._count_bucket`."""
         if self.steps.ended >= self._start and not bucket.is_sparse:
             if memory is not None:
-                numel, sent = memory.layout.numel, memory.sent_numel(self.steps.ended)
+                numel, sent = memory.layout.numel, memory.sent_numels[self.steps.ended % 2]
             else:
                 numel = sent = sum(as_real(parameter).numel() for parameter in bucket.parameters())
             before, after = self._counts["numel"]
