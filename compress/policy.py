@@ -94,11 +94,7 @@ class LowRankPolicy:
         return _unmatched(list(names), ranks=self.ranks, stacks=self.stacks)
 
     def as_matrices(self, name: str, layout: Tensor) -> MatrixShape:
-        """The matrices of a parameter, even if compression does not pay; of rank 0 if ``ranks`` exempts it.
-
-        Raises:
-            ValueError: a pattern asks for more matrices than its first dimension can be cut into.
-        """
+        """The matrices of a parameter, even if compression does not pay; of rank 0 if ``ranks`` exempts it."""
         count = _first_match(self.stacks, name, 1)
         rows, columns = _memory_matrix(layout)
         if count > 1:
@@ -197,12 +193,7 @@ class WirePolicy:
         return Quantization(block_size=self.block_size, error_dtype=error_dtype, seed=self.seed, local_size=local_size)
 
     def wire_format(self, name: str, layout: Tensor) -> WireFormat:
-        """The wire format of a parameter.
-
-        Args:
-            name: parameter name.
-            layout: a tensor with its shape and the dtype of its gradient.
-        """
+        """The wire format of a parameter; ``layout`` has its shape and the dtype of its gradient."""
         wire = self.wire
         if layout.dim() < 2 or any(fnmatchcase(name, pattern) for pattern in self.exempt):
             wire = exempt_format(wire, layout.dtype)

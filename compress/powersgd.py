@@ -149,10 +149,9 @@ async def exchange(message: Message, transport: Transport) -> None:
 
 
 class LowRankStep(NamedTuple):
-    """The tensors of one bucket in one step: all but ``matrices`` and quantized factors are in the workspace, valid
-    until its next use.
+    """The tensors of one bucket in one step. Each buffer of factors holds one side, P or Q, of all its matrices.
 
-    Each buffer of factors holds one side, P or Q, of all matrices of the bucket.
+    All but ``matrices`` and quantized factors are in the workspace, valid until its next use.
     """
 
     # Gradients, results and errors of the compressed parameters, zero-copy. Kernels that work on them also move the

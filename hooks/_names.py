@@ -132,9 +132,7 @@ class ParameterNames:
             raise self._unknown(needed_by)
 
     def in_bucket(self, bucket: Bucket, needed_by: Callable[[], str | None]) -> tuple[str, ...]:
-        """The names of the bucket's parameters; ``needed_by`` returns the subject of the error if numbers do not
-        suffice.
-        """
+        """The names of the bucket's parameters; ``needed_by`` returns the subject of an error if numbers won't do."""
         parameters = bucket.parameters()
         names: list[str | None] = list(map(self._names.get, parameters))
         if None in names:

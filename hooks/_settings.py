@@ -180,8 +180,7 @@ def check_pairing(state: object, hook: Callable[..., Any]) -> None:
 
 
 def in_group(state: Any, hook: Callable[..., Any], group: dist.ProcessGroup) -> Any:
-    """The state to call a registered hook with, which averages over the ranks of its DistributedDataParallel,
-    ``group``.
+    """The state to call a registered hook with, so that it averages over ``group``, the ranks of its model.
 
     A state without a process group takes ``group``, and so does one with another group of the same ranks: all of a
     model's connections fail and start again together. A state that may serve several models, or that a user's hook may

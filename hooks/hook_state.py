@@ -295,11 +295,8 @@ class HookState(HookSettings):
         return {"hook": self.hook_name, **dict(zip(names, values(self.options), strict=True))}
 
     def _apply_settings(self, settings: dict[str, object]) -> None:
-        """Apply options that were assigned or modified since the last step: new buckets, which start from the old
-        errors. The handshake calls it on all ranks.
-
-        Raises:
-            ValueError: an option has the wrong type or is out of range.
+        """Validate options that were assigned or modified since the last step, and drop the buckets: new ones start
+        from their errors. The handshake calls it on all ranks.
         """
         if self._applied == settings:
             return
