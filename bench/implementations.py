@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from gradwire import DistributedDataParallel
 from gradwire.bench.timing import DriverCalls
 from gradwire.comm.torch_internals import default_group
-from gradwire.hooks._bucket import CommHook, GradBucket
+from gradwire.hooks._bucket import GradBucket
+from gradwire.hooks._decorators import CommHook
 from gradwire.hooks.hook_state import HookState
 from gradwire.hooks.quantization_hooks import QuantizationState
 from gradwire.planner.clock import synchronize

@@ -19,7 +19,8 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from gradwire.cli.run_advise import measured_script, on_ddp_init
-from gradwire.hooks._bucket import CommHook, GradBucket
+from gradwire.hooks._bucket import GradBucket
+from gradwire.hooks._decorators import CommHook
 from gradwire.hooks.default_hooks import CastState
 from gradwire.hooks.hook_state import HookSettings, HookState
 from gradwire.kernels import WIRE_FORMATS

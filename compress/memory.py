@@ -91,11 +91,7 @@ class BucketMemory:
 
 
 def error_like(error: Tensor | None, layout: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """The error memory of a parameter, as a copy if it has another layout or dtype; zeros if there is none yet.
-
-    Raises:
-        ValueError: the error has another shape than ``layout``, a real tensor like the gradient.
-    """
+    """The error memory of a parameter, as a copy if it has another layout or dtype; zeros if there is none yet."""
     if error is not None:
         check_memory_shape("errors", name, error, layout.shape)
         if (error.dtype, error.device, error.stride()) == (dtype, layout.device, layout.stride()):

@@ -32,12 +32,7 @@ from gradwire.compress.quantization import (
     sections_by_format,
 )
 from gradwire.compress.step import Step
-from gradwire.kernels import (
-    MessageLayout,
-    Section,
-    SegmentTable,
-    WireFormat,
-)
+from gradwire.kernels import MessageLayout, SegmentTable, WireFormat
 
 
 async def quantized_all_reduce_on_nodes(step: Step) -> None:
@@ -83,7 +78,7 @@ async def quantized_all_reduce_on_nodes(step: Step) -> None:
 
 
 class NodeBucket(BucketMemory):
-    """One bucket on nodes of several ranks: its shards, and the error memory of this rank's shard.
+    """One bucket on nodes of several ranks: its shards, and the errors of this rank's shard; `all_reduce` averages it.
 
     Every section of the bucket, the gradients of one wire format, is cut into G equal numbers of blocks. The arguments
     are those of `QuantizedBucket`, with ``options.local_size`` for G.
@@ -99,6 +94,8 @@ class NodeBucket(BucketMemory):
         memory: empty: errors are in the shard.
         inherited: errors by parameter name that the next step hands over to the ranks in whose shards they lie.
     """
+
+    all_reduce = staticmethod(quantized_all_reduce_on_nodes)
 
     def __init__(
         self,
@@ -140,11 +137,6 @@ class NodeBucket(BucketMemory):
         messages = [(prod(shape), torch.uint8) for shape in shapes]
         return messages + [(numel, torch.float32) for numel in self._numels]
 
-    def used(self, section: Section) -> tuple[int, int]:
-        """Where this rank's shard of a section begins and ends, in elements of the section's blocks."""
-        first, last = section.cell_blocks(self.within.rank)
-        return first * section.table.block_size, last * section.table.block_size
-
     async def hand_over(self, errors: Mapping[str, Tensor]) -> None:
         """Give errors of earlier buckets to the ranks of the node in whose shards they lie. A collective call."""
         n_local, parts = self.within.world_size, []
@@ -173,9 +165,10 @@ class NodeBucket(BucketMemory):
         for members, section, shard in zip(
             self.members, self.inside.sections, self.shard.folded()["errors"].values(), strict=True
         ):
-            start, stop = self.used(section)
+            first, last = section.cell_blocks(self.within.rank)
+            block_size = section.table.block_size
             flat = torch.zeros(section.table.numel, device=shard.device)
-            flat[start:stop] = shard[: stop - start]
+            flat[first * block_size : last * block_size] = shard[: (last - first) * block_size]
             found |= {self.names[i]: view for i, view in zip(members, section.table.error_views(flat), strict=True)}
         return {"errors": found}
 

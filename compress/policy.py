@@ -14,8 +14,9 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from gradwire.compress._validation import check_number, check_patterns, check_whole_number
-from gradwire.kernels import WIRE_FORMATS, WireFormat
+from gradwire.compress._validation import check_flag, check_number, check_patterns, check_whole_number
+from gradwire.compress.quantization import Quantization
+from gradwire.kernels import MAX_BLOCK_SIZE, MIN_BLOCK_SIZE, WIRE_FORMATS, WireFormat
 
 Value = TypeVar("Value")
 DEFAULT_EXEMPT = ("*.bias", "*norm*")
@@ -93,11 +94,7 @@ class LowRankPolicy:
         return _unmatched(list(names), ranks=self.ranks, stacks=self.stacks)
 
     def as_matrices(self, name: str, layout: Tensor) -> MatrixShape:
-        """The matrices of a parameter, even if compression does not pay; of rank 0 if ``ranks`` exempts it.
-
-        Raises:
-            ValueError: a pattern asks for more matrices than its first dimension can be cut into.
-        """
+        """The matrices of a parameter, even if compression does not pay; of rank 0 if ``ranks`` exempts it."""
         count = _first_match(self.stacks, name, 1)
         rows, columns = _memory_matrix(layout)
         if count > 1:
@@ -150,7 +147,7 @@ def exempt_format(wire: str, dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class WirePolicy:
-    """The wire format of each parameter.
+    """The wire format of each parameter, and how its blocks are quantized.
 
     The first pattern in ``wires`` that matches a parameter's name decides. A parameter that matches a pattern in
     ``exempt``, or has fewer than two dimensions, is sent in 16 bit if ``wire`` has fewer: fp16 for fp16 gradients, else
@@ -160,14 +157,20 @@ class WirePolicy:
         wire: a format of `gradwire.kernels.WIRE_FORMATS`.
         exempt: name patterns, as in `fnmatch`.
         wires: other formats, by name pattern.
+        block_size, seed: as in `Quantization`.
+        use_error_feedback, error_dtype: whether to keep the rounding errors, and their dtype.
 
     Raises:
-        ValueError: an attribute is of another type, or a format is unknown.
+        ValueError: an attribute is of another type or out of range.
     """
 
     wire: str = "int4"
     exempt: tuple[str, ...] = DEFAULT_EXEMPT
     wires: Mapping[str, str] = field(default_factory=dict)
+    block_size: int = 64
+    use_error_feedback: bool = True
+    error_dtype: torch.dtype = torch.float32
+    seed: int = 0
 
     def __post_init__(self) -> None:
         _check_format("wire", self.wire)
@@ -178,14 +181,19 @@ class WirePolicy:
         for pattern, wire in self.wires.items():
             _check_format(f"wires[{pattern!r}]", wire)
         object.__setattr__(self, "wires", dict(self.wires))
+        check_block_size("block_size", self.block_size)
+        check_flag("use_error_feedback", self.use_error_feedback)
+        if self.error_dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"error_dtype is {self.error_dtype}; expected torch.float32 or torch.bfloat16.")
+        check_whole_number("seed", self.seed, "a whole number")
+
+    def quantization(self, local_size: int = 1) -> Quantization:
+        """The arithmetic of blocks, with ``local_size`` ranks on each node."""
+        error_dtype = self.error_dtype if self.use_error_feedback else None
+        return Quantization(block_size=self.block_size, error_dtype=error_dtype, seed=self.seed, local_size=local_size)
 
     def wire_format(self, name: str, layout: Tensor) -> WireFormat:
-        """The wire format of a parameter.
-
-        Args:
-            name: parameter name.
-            layout: a tensor with its shape and the dtype of its gradient.
-        """
+        """The wire format of a parameter; ``layout`` has its shape and the dtype of its gradient."""
         wire = self.wire
         if layout.dim() < 2 or any(fnmatchcase(name, pattern) for pattern in self.exempt):
             wire = exempt_format(wire, layout.dtype)
@@ -267,6 +275,14 @@ def _memory_matrix(layout: Tensor) -> tuple[int, int]:
         return rest, layout.shape[0] * pair
     rows = layout.shape[0] if layout.shape[0] == 1 else layout.shape[outermost]
     return rows, layout.numel() * pair // rows
+
+
+def check_block_size(name: str, value: object) -> None:
+    """Raise ValueError unless ``value`` is a power of two that blocks may have."""
+    expected = f"a power of two from {MIN_BLOCK_SIZE} to {MAX_BLOCK_SIZE}"
+    check_whole_number(name, value, expected, MIN_BLOCK_SIZE, MAX_BLOCK_SIZE)
+    if value & (value - 1):  # type: ignore[operator]
+        raise ValueError(f"{name} is {value}; expected {expected}.")
 
 
 def _check_format(option: str, value: object) -> None:

@@ -143,16 +143,15 @@ Message = Sequence[Tensor] | QuantizedStep
 async def exchange(message: Message, transport: Transport) -> None:
     """Replace factors, and the gradients that are sent with them, by their sums over all ranks."""
     if isinstance(message, QuantizedStep):
-        await two_shot_all_reduce(message, 1.0, transport)
+        await two_shot_all_reduce(message, transport)
     else:
         await transport.all_reduce(*message)
 
 
 class LowRankStep(NamedTuple):
-    """The tensors of one bucket in one step: all but ``matrices`` and quantized factors are in the workspace, valid
-    until its next use.
+    """The tensors of one bucket in one step. Each buffer of factors holds one side, P or Q, of all its matrices.
 
-    Each buffer of factors holds one side, P or Q, of all matrices of the bucket.
+    All but ``matrices`` and quantized factors are in the workspace, valid until its next use.
     """
 
     # Gradients, results and errors of the compressed parameters, zero-copy. Kernels that work on them also move the
@@ -195,6 +194,7 @@ class LowRankBucket(BucketMemory):
         p: P of all matrices from the last step, packed as ``table.p``, if ``alternating``.
         counter: int64 [1], in device memory: number of the next step, for the random columns.
         finite: int32 [matrices], scratch of one step: whether each matrix is finite on all ranks.
+        sent_numels: payload of an even and of an odd step, in real elements.
     """
 
     def __init__(
@@ -255,23 +255,14 @@ class LowRankBucket(BucketMemory):
         self.p: Tensor | None = None
         if alternating:
             self.p, self.memory["p"] = self._packed(self.table.p, by_name, earlier.get("p", {}))
-
-    def sent_numel(self, iteration: int) -> int:
-        """Payload of a step in real elements."""
-        p, q = sum(self.table.p.sizes), sum(self.table.q.sizes)
-        factors = p + q if self.p is None else (p, q)[iteration % 2]
-        return factors + self._others_numel
+        p, q, others = sum(self.table.p.sizes), sum(self.table.q.sizes), self._others_numel
+        self.sent_numels = (p + others, q + others) if alternating else (p + q + others, p + q + others)
 
     def start_step(self, step: Step, *, sends: Sequence[FactorLayout], basis: FactorLayout) -> LowRankStep:
-        """Lay out the tensors of a step.
+        """Lay out the tensors of a step, which must fit ``layout``.
 
-        Args:
-            step: the step, whose memory this bucket is.
-            sends: layout of the factors of each exchange, ``table.p`` or ``table.q``: one or two.
-            basis: layout of the factors to orthogonalize.
-
-        Raises:
-            ValueError: the gradients, or the results, do not fit ``layout``.
+        ``sends`` are the layouts of the factors of each exchange, ``table.p`` or ``table.q``; ``basis`` is that of the
+        factors to orthogonalize.
         """
         source, iteration, workspace, is_in_place = step.gradients, step.iteration, step.workspace, step.is_in_place
         target = source if is_in_place else step.results
@@ -387,10 +378,9 @@ class LowRankBucket(BucketMemory):
     def _packed(
         self, factors: FactorLayout, names: Iterable[str], earlier: Mapping[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """One buffer with P or Q of all matrices, and the view of each parameter.
+        """One buffer with P or Q of all matrices, and the view of each parameter, which holds the ``earlier`` factors.
 
-        A view holds the ``earlier`` factors if they have its shape, and random columns otherwise, as when r has
-        changed.
+        Random columns if those have another shape, as when r has changed.
         """
         buffer = torch.zeros(factors.numel, dtype=self.table.compute, device=self.table.device)
         self.kernels.draw(factors, self.table.keys, self.counter, buffer)
@@ -422,18 +412,8 @@ def flat_low_rank_bucket(
     """A `LowRankBucket` of the flat bucket as one nearly square matrix; the remaining elements are not compressed.
 
     Errors belong to parameters and are views of one flat tensor. Factors belong to the bucket, and are named after its
-    first and last parameter.
-
-    Args:
-        layouts: real dense tensors with the shapes, strides, dtype and device of the gradients.
-        rank: r, clamped to min(n, m).
-        names: parameter names.
-        memory: memory of earlier buckets, by name. Not modified.
-        error_feedback: whether to add the residual of compression to the next gradient.
-        options: further options of `LowRankBucket`.
-
-    Returns:
-        The bucket, with two gradients: the matrix and the remainder. None if the matrix would not shrink.
+    first and last parameter. The arguments are those of `LowRankBucket`; ``rank`` is clamped to min(n, m). Returns None
+    if the matrix would not shrink.
     """
     table = SegmentTable(layouts)
     columns = max(1, math.isqrt(max(table.numel - 1, 0)) + 1)  # the square root, rounded up

@@ -51,8 +51,6 @@ from gradwire.kernels import (
 
 FACTOR_BLOCK_SIZE = 64  # elements of a low-rank factor that share a scale
 SECOND_SHOT_SALT = -1  # the first shot's salts are the ranks
-
-
 _FULL = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -67,30 +65,8 @@ async def quantized_all_reduce(step: Step) -> None:
 
     Args:
         step: its memory is a `QuantizedBucket`, built for its transport. The errors of the bucket are modified.
-
-    Example: without a process group, on a list of tensors. The same gradient is quantized to 4 bits in 20 steps; error
-    feedback sends in later steps what earlier ones left out, so the mean of the results is closer to it than any of
-    them::
-
-        >>> import torch
-        >>> from gradwire.comm import LocalTransport, Workspace, run_algorithm
-        >>> from gradwire.compress import Quantization, QuantizedBucket, Step, WirePolicy, quantized_all_reduce
-        >>> gradients = [torch.randn(256, 128), torch.randn(256)]
-        >>> formats = WirePolicy(wire="int4").wire_formats(gradients)
-        >>> transport, workspace = LocalTransport(), Workspace(torch.device("cpu"))
-        >>> bucket = QuantizedBucket(gradients, formats, transport, Quantization(block_size=64))
-        >>> results, applied = [torch.empty_like(g) for g in gradients], torch.zeros(256, 128)
-        >>> for i in range(20):
-        ...     step = Step.of(bucket, gradients, results, i, transport, workspace)
-        ...     run_algorithm(quantized_all_reduce(step), transport)
-        ...     applied += results[0] / 20
-        >>> transport.payload_bytes // 20, sum(g.nbytes for g in gradients)
-        (17936, 132096)
-        >>> bool((applied - gradients[0]).norm() < (results[0] - gradients[0]).norm() / 5)
-        True
     """
-    bucket: QuantizedBucket = step.memory
-    transport = step.transport
+    bucket, transport = step.memory, step.transport
     tensors = bucket.start_step(step.gradients, step.results, step.iteration, step.workspace.wires(*bucket.wires))
     # First shot (DoubleSqueeze, algorithm 1, worker). E joins before quantization, so the residual of earlier steps is
     # sent again. A rank sends each shard only to the rank that sums it: (n - 1) / n of one message (ZeRO++, 3.3).
@@ -107,9 +83,9 @@ async def quantized_all_reduce(step: Step) -> None:
         tensors.kernels.commit_errors(tensors.message, tensors.pending, bucket.errors)
 
 
-async def two_shot_all_reduce(step: QuantizedStep, scale: float, transport: Transport) -> None:
-    """Write ``scale`` times the sum of the sources over all ranks into the targets; the next errors are pending."""
-    step.quantize(scale, transport)
+async def two_shot_all_reduce(step: QuantizedStep, transport: Transport) -> None:
+    """Write the sums of the sources over all ranks into the targets, without error memory."""
+    step.quantize(1.0, transport)
     await transport.all_to_all(step.received, step.message)
     step.reduce(transport)
     await transport.all_gather(step.message, step.result)
@@ -151,10 +127,7 @@ class QuantizedStep(NamedTuple):
             message.view(torch.int32)[..., 1] = transport.n_passes  # in the headers of all cells
 
     def reduce(self, transport: Transport) -> None:
-        """Write the sums of ``received`` over all ranks into ``result``, quantized.
-
-        Raises RuntimeError if the ranks have made different numbers of forward passes.
-        """
+        """Write the sums of ``received`` into ``result``, quantized; RuntimeError if ranks are in other forwards."""
         received, n_passes = self.received, transport.n_passes
         if n_passes > 0:
             passes = received[0].view(torch.int32)[:, 1].tolist()
@@ -217,15 +190,7 @@ def earlier_errors(
 
 
 class QuantizedMessage:
-    """The messages of a two-shot all-reduce of tensors: where the blocks of each tensor lie.
-
-    Args:
-        layouts: real dense tensors with the shapes, strides, dtypes and device of the tensors, or the tensors.
-        formats: wire format of each tensor.
-        transport: the transport of its collectives; gives world size, rank and number of pieces.
-        options: block size and rounding.
-        names: names of the tensors, keys of the random numbers; by default "0", "1", ...
-        iteration: number of the current step, for the random numbers.
+    """The messages of a two-shot all-reduce of tensors: where the blocks of each tensor lie. See `QuantizedBucket`.
 
     Attributes:
         message_layout: position of each block in a message.
@@ -242,11 +207,11 @@ class QuantizedMessage:
         names: Sequence[str] | None = None,
         iteration: int = 0,
     ) -> None:
-        names = names if names is not None else [str(i) for i in range(len(layouts))]
+        self.names = names if names is not None else [str(i) for i in range(len(layouts))]
         self._rank, self.kernels = transport.rank, bound_quantization(layouts[0].device)
         self.counter = torch.full((1,), iteration, dtype=torch.int64, device=layouts[0].device)
         self._roundings = Rounding(self.counter, self._rank), Rounding(self.counter, SECOND_SHOT_SALT)
-        self._members, groups = sections_by_format(layouts, formats, names, options)
+        self._members, groups = sections_by_format(layouts, formats, self.names, options)
         # The transport chooses the number of pieces by the size of an unsplit message.
         whole = MessageLayout(groups, transport.world_size)
         pieces = transport.pieces(transport.world_size * whole.cell_bytes)
@@ -257,6 +222,7 @@ class QuantizedMessage:
         by_number = enumerate(zip(sections, self._members, strict=True))
         self._filled = [(k, section, members) for k, (section, members) in by_number if section.table.n_blocks > 0]
         self.errors: Tensor | None = None
+        self._is_random = options.error_dtype == torch.bfloat16  # whether random numbers round the errors
 
     @cached_property
     def wires(self) -> list[tuple[int, torch.dtype]]:
@@ -269,26 +235,19 @@ class QuantizedMessage:
         return sizes
 
     def set_counter(self, iteration: int) -> None:
-        """Set ``counter`` to the number of the step, if random numbers need it.
-
-        Skipped while launches are captured or recorded, because every replay would set the same number.
-        """
-        is_random = self.errors is not None and self.errors.dtype == torch.bfloat16
-        if is_random and not is_capturing(self.counter.device):
+        """Set ``counter`` to the number of the step."""
+        if not is_capturing(self.counter.device):  # every replay would set the same number
             self.counter.fill_(iteration)
 
     def start_step(
         self, source: Sequence[Tensor], target: Sequence[Tensor], iteration: int, buffers: Sequence[Tensor]
     ) -> QuantizedStep:
-        """Set ``counter``, and lay out the tensors of a step.
+        """Set ``counter``, and lay out the tensors of a step: real ones, ``target`` may be ``source``.
 
-        Args:
-            source: the tensors to add up, real.
-            target: the tensors that receive the result; may be ``source``.
-            iteration: the number of the step; see `set_counter`.
-            buffers: memory for the step, as ``wires`` describes it. Overwritten.
+        ``buffers`` is memory for the step, as ``wires`` describes it. Overwritten.
         """
-        self.set_counter(iteration)
+        if self._is_random:
+            self.set_counter(iteration)
         layout = self.message_layout
         # ``message`` serves twice: it is sent in the first shot, and gathered in the second.
         message, received, result = buffers[:3]
@@ -331,7 +290,7 @@ class QuantizedFactors(QuantizedMessage):
 
 
 class QuantizedBucket(QuantizedMessage, BucketMemory):
-    """One bucket: where its gradients lie in a message, and the error memories.
+    """One bucket: where its gradients lie in a message, and the error memories. `all_reduce` is its algorithm.
 
     It serves every step until its parameters, their dtype, the ranks or the options change; the next bucket of these
     parameters starts from its `folded` errors.
@@ -352,6 +311,8 @@ class QuantizedBucket(QuantizedMessage, BucketMemory):
         memory: the "errors" of the first shot, by parameter name: views of ``errors``.
     """
 
+    all_reduce = staticmethod(quantized_all_reduce)
+
     def __init__(
         self,
         layouts: Sequence[Tensor],
@@ -363,16 +324,14 @@ class QuantizedBucket(QuantizedMessage, BucketMemory):
         memory: Mapping[str, Mapping[str, Tensor]] | None = None,
         iteration: int = 0,
     ) -> None:
-        names = names if names is not None else [str(i) for i in range(len(layouts))]
         super().__init__(layouts, formats, transport, options, names, iteration)
         errors: dict[str, Tensor] = {}
         if options.error_dtype is not None:
             self.errors = torch.zeros(sum(self._sizes), dtype=options.error_dtype, device=layouts[0].device)
-            errors = self._by_name(self.errors, names)
-            for name, error in earlier_errors(memory, names, layouts).items():
+            errors = self._by_name(self.errors)
+            for name, error in earlier_errors(memory, self.names, layouts).items():
                 errors[name].copy_(error)
         BucketMemory.__init__(self, SegmentTable(layouts), {"errors": errors})
-        self._names = names
 
     @property
     def can_replay(self) -> bool:  # type: ignore[override]
@@ -381,7 +340,8 @@ class QuantizedBucket(QuantizedMessage, BucketMemory):
 
     def refresh(self, source: Sequence[Tensor], target: Sequence[Tensor], iteration: int) -> None:
         """Replace ``counter`` and the addresses of gradients and results; see `BucketMemory.refresh`."""
-        self.set_counter(iteration)
+        if self._is_random:
+            self.set_counter(iteration)
         for section, members in zip(self.message_layout.sections, self._members, strict=True):
             section.table.segments.packed(list(map(source.__getitem__, members)))
             if target is not source:
@@ -402,13 +362,13 @@ class QuantizedBucket(QuantizedMessage, BucketMemory):
             for piece, cell in enumerate(shard_values.split(section.blocks_per_cell * block_size)):
                 first, last = section.cell_blocks(piece * self.message_layout.world_size + self._rank)
                 errors[first * block_size : last * block_size] += cell[: (last - first) * block_size]
-        return {"errors": self._by_name(torch.cat(parts[: len(sections)]), self._names)}
+        return {"errors": self._by_name(torch.cat(parts[: len(sections)]))}
 
-    def _by_name(self, errors: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
+    def _by_name(self, errors: Tensor) -> dict[str, Tensor]:
         """Views of the errors of the first shot, which begin the flat ``errors``, like the gradients, by name."""
         views: dict[str, Tensor] = {}
         sections = self.message_layout.sections
         section_errors = errors[: sum(section.table.numel for section in sections)].split(self._sizes[: len(sections)])
         for section, members, flat in zip(sections, self._members, section_errors, strict=True):
-            views |= {names[i]: view for i, view in zip(members, section.table.error_views(flat), strict=True)}
+            views |= {self.names[i]: view for i, view in zip(members, section.table.error_views(flat), strict=True)}
         return views

@@ -45,31 +45,22 @@ async def quantized_reduce_scatter(
     transport: Transport,
     workspace: Workspace,
 ) -> None:
-    """Write this rank's shard of ``scale`` times the sum of ``gradients`` over all ranks into ``output``.
+    """Write this rank's shard of ``scale`` times the sum of ``gradients`` over all ranks into ``output``, a 1-D shard.
 
     Args:
-        bucket: wire formats and error memory. Its errors are modified.
+        bucket: wire formats and error memory, built for this transport. Its errors are modified.
         gradients: 1-D, real, n shards one after the other. Not modified.
-        output: 1-D, a shard.
-        scale: multiplies the sum.
         iteration: number of the step, equal on all ranks.
-        transport: the transport of the ranks, which the bucket was built for.
-        workspace: provides the messages.
     """
     layout, errors = bucket.message_layout, bucket.errors
     message, received, *sums = workspace.wires(*bucket.wires)
     message, received = message.view(layout.message_shape), received.view(layout.message_shape)
     pending = sums.pop() if errors is not None else None
     rounding = Rounding(bucket.counter.fill_(iteration), transport.rank)
-    no_errors = [None] * len(layout.sections)
-    sections = zip(
-        bucket.segments(gradients),
-        layout.sections,
-        no_errors if errors is None else bucket.by_section(errors),
-        no_errors if pending is None else bucket.by_section(pending),
-        strict=True,
-    )
-    for tensors, section, kept, after in sections:
+    kept_errors, next_errors = bucket.by_section(errors), bucket.by_section(pending)
+    for tensors, section, kept, after in zip(
+        bucket.segments(gradients), layout.sections, kept_errors, next_errors, strict=True
+    ):
         if section.table.n_blocks > 0:
             bucket.kernels.quantize(tensors, section, message, 1.0, kept, after, rounding)
     if errors is not None:
@@ -91,11 +82,7 @@ class ScatterBucket:
     Args:
         lengths: number of elements of each parameter in a shard, padding included.
         formats: wire format of each parameter.
-        names: parameter names.
-        dtype: dtype of the flat tensor.
-        device: its device.
-        transport: the transport of the ranks.
-        options: block size, error memory and rounding.
+        dtype, device: those of the flat tensor.
 
     Attributes:
         errors: the error memory, flat; None without error feedback. Updated in place.
@@ -160,15 +147,15 @@ class ScatterBucket:
         for (start, stop), values in zip(runs, blocks.split(numels), strict=True):
             shard[start:stop] = values[: stop - start]
 
-    def by_section(self, errors: Tensor) -> list[Tensor]:
-        """Views of the errors of each section."""
-        return list(errors.split(self._sizes))
+    def by_section(self, errors: Tensor | None) -> Sequence[Tensor | None]:
+        """Views of the errors of each section; None without error feedback."""
+        return [None] * len(self._sizes) if errors is None else errors.split(self._sizes)
 
     def errors_by_name(self) -> dict[str, Tensor]:
         """Views of the errors of each parameter: [n, elements in a shard]."""
         if self.errors is None:
             return {}
-        rows = [part.view(self.world_size, -1) for part in self.by_section(self.errors)]
+        rows = [part.view(self.world_size, -1) for part in self.errors.split(self._sizes)]
         return {name: rows[i][:, start : start + length] for name, (i, start, length) in self._places.items()}
 
     def raise_flag(self, message: Tensor) -> None:

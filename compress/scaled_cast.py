@@ -35,14 +35,10 @@ class DelayedScaling:
 
     Attributes:
         dtype: wire dtype, torch.float16 or torch.bfloat16.
-        margin: headroom between the largest reduced magnitude and half the saturation limit, 1 to
-            12. With the default, 4, a gradient may grow 16-fold from one step to the next before it
-            saturates. Raise the margin if elements saturate in many steps; they also do where large
-            gradients of different ranks cancel. Each binade less keeps one more binade of small
-            values.
-        growth: how far the scale may rise per step. Raise it if gradients shrink by more than half from step to step.
-        backoff: how far the scale falls below its target after a step in which a rank may have saturated. A larger one
-            ends a series of saturations sooner.
+        margin: headroom between the largest reduced magnitude and half the saturation limit, 1 to 12. Elements also
+            saturate where large gradients of different ranks cancel.
+        growth: how far the scale may rise per step.
+        backoff: how far the scale falls below its target after a step in which a rank may have saturated.
 
     Raises:
         ValueError: an attribute is of another type or out of range.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from math import inf
 from typing import Any, NamedTuple, TypeVar
@@ -73,6 +74,7 @@ def is_repeatable(algorithm: Callable[..., Any]) -> bool:
     return getattr(getattr(algorithm, "func", algorithm), "is_repeatable", False)
 
 
+@dataclass(eq=False)
 class Step:
     """A bucket in one step, as an algorithm gets it.
 
@@ -87,20 +89,13 @@ class Step:
         names: parameter names.
     """
 
-    def __init__(
-        self,
-        source: Gradients,
-        target: Gradients,
-        memory: Any,
-        iteration: int,
-        transport: Transport,
-        workspace: Workspace,
-        names: tuple[str, ...] = (),
-    ) -> None:
-        self.source, self.target = source, target
-        self.memory, self.iteration = memory, iteration
-        self.transport, self.workspace = transport, workspace
-        self.names = names
+    source: Gradients
+    target: Gradients
+    memory: Any
+    iteration: int
+    transport: Transport
+    workspace: Workspace
+    names: tuple[str, ...] = ()
 
     @classmethod
     def of(

@@ -30,7 +30,8 @@ from gradwire.comm.connections import Connections, connections_of
 from gradwire.comm.rank_differences import format_differences, format_ranks
 from gradwire.comm.store_collectives import RanksMissing, collective_timeout, store_all_gather
 from gradwire.comm.torch_internals import default_group, is_initialized_group
-from gradwire.hooks._bucket import Bucket, is_gradwire_hook
+from gradwire.hooks._bucket import Bucket
+from gradwire.hooks._decorators import is_gradwire_hook
 from gradwire.hooks._names import registered_wrappers
 
 # Longest wait for the other ranks in a later handshake, or half of the process group's timeout if that is less: a
@@ -125,7 +126,6 @@ class Handshake:
         kind = "sparse gradients" if bucket.is_sparse else "gradients"
         shapes = [tuple(parameter.shape) for parameter in bucket.parameters()]
         facts = {
-            "gradwire": __version__,
             **settings,
             "loaded since the last handshake": again and self.is_loaded_anew,
             **state._replicated(),
@@ -135,7 +135,7 @@ class Handshake:
             "parameters of the bucket": len(shapes),
             **{f"shape of its parameter {i}": shape for i, shape in enumerate(shapes)},
         }
-        _compare(group, {name: str(fact) for name, fact in facts.items()}, again, bucket.model_number)
+        compare_settings(group, {name: str(fact) for name, fact in facts.items()}, again, bucket.model_number)
         # A copy: dictionaries among the options may be modified in place.
         settings = {name: dict(value) if isinstance(value, Mapping) else value for name, value in settings.items()}
         state._apply_settings({name: settings[name] for name in own})  # measuring changes no buckets
@@ -177,20 +177,13 @@ def _hash_bytes(hashed: blake2b, tensor: torch.Tensor) -> None:
         hashed.update((ctypes.c_char * here.nbytes).from_address(here.data_ptr()))
 
 
-def compare_settings(group: dist.ProcessGroup, settings: Mapping[str, str], again: bool) -> None:
+def compare_settings(group: dist.ProcessGroup, settings: Mapping[str, str], again: bool, model_number: int = 0) -> None:
     """Raise RuntimeError on every rank unless the settings, with the name of the ``hook``, are equal on all.
 
+    While a rank waits, it announces that it has a hook: a rank without one waits in its all-reduce, and then raises.
     ``again``: whether the ranks have compared settings before, and do not wait long for each other.
     """
-    _compare(group, {"gradwire": __version__, **settings}, again)
-
-
-def _compare(group: dist.ProcessGroup, facts: dict[str, str], again: bool, model_number: int = 0) -> None:
-    """Raise RuntimeError on every rank unless the facts are equal on all.
-
-    While a rank waits, it announces that it has a hook: a rank without one waits in its all-reduce, and then raises.
-    """
-    connections = connections_of(group)
+    connections, facts = connections_of(group), {"gradwire": __version__, **settings}
     has_told = False
 
     def check() -> None:

@@ -10,17 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.comm import Task, Transport, executor_for
-from gradwire.compress._validation import (
-    check_elements,
-    check_memory_shape,
-    check_range,
-    checked_tensors,
-)
+from gradwire.comm import Task, executor_for
+from gradwire.compress._validation import check_elements, check_memory_shape, check_range, checked_tensors
 from gradwire.compress.memory import BucketMemory, Memory, MemoryByName
 from gradwire.hooks._bucket import Bucket
 from gradwire.hooks._handshake import digest
-from gradwire.hooks._names import ParameterNames, is_number, plain_name
+from gradwire.hooks._names import is_number, plain_name
 from gradwire.kernels import SegmentTable, as_real, gradient_layout, layout_in_dtype, memory_order
 
 ERRORS = "errors"  # the entry with error memory
@@ -31,24 +26,6 @@ class Scaler(Protocol):
 
     def get_scale(self) -> float:
         """The factor by which the loss is multiplied."""
-
-
-class Owner(Protocol):
-    """The part of a hook state that its memory uses."""
-
-    names: ParameterNames
-
-    @property
-    def _group(self) -> dist.ProcessGroup: ...
-
-    def make_bucket(
-        self, parameters: Sequence[Tensor], dtype: torch.dtype, names: Sequence[str], transport: Transport
-    ) -> BucketMemory | None:
-        """The memory of a new bucket."""
-
-    def _keeps(self, entry: str) -> bool: ...
-
-    def _check_shapes(self, memory: MemoryByName, layouts: Mapping[str, Tensor]) -> None: ...
 
 
 class StateMemory:
@@ -68,11 +45,11 @@ class StateMemory:
         scaler: the gradient scaler whose scale the errors follow, if there is one.
     """
 
-    def __init__(self, state: Owner, declared: Mapping[str, Memory]) -> None:
+    def __init__(self, state: Any, declared: Mapping[str, Memory]) -> None:
         for entry, each in declared.items():
             if not isinstance(each, Memory):
                 raise TypeError(f"The memory {entry!r} is {each!r}; expected a Memory.")
-        self._state: Owner = weakref.proxy(state)
+        self._state = weakref.proxy(state)  # the `HookState`
         self.declared = dict(declared)
         self.own: dict[str, dict[str, Tensor]] = {entry: {} for entry in declared}
         self.loaded: dict[str, dict[str, Tensor]] = {entry: {} for entry in declared}
@@ -123,19 +100,23 @@ class StateMemory:
         self.drop_buckets(names)
         parameters = [gradient_layout(parameter) for parameter in bucket.parameters()]
         transport = executor_for(group, bucket.device).transport
-        made = self._state.make_bucket(parameters, bucket.dtype, names, transport)
+        made: BucketMemory | None = self._state.make_bucket(parameters, bucket.dtype, names, transport, self.own)
         if made is not None:
             self.keep(made.memory)
+            for name in made.inherited or ():  # the bucket holds these errors now, and has no views of them
+                self.own[ERRORS].pop(name, None)
         return made
 
-    def make_bucket(self, parameters: Sequence[Tensor], dtype: torch.dtype, names: Sequence[str]) -> BucketMemory:
+    def make_bucket(
+        self, parameters: Sequence[Tensor], dtype: torch.dtype, names: Sequence[str], earlier: MemoryByName
+    ) -> BucketMemory:
         """New declared memory for these parameters, copied from earlier buckets where there is some, else zeros."""
         layouts = [layout_in_dtype(as_real(parameter), dtype) for parameter in parameters]
         tensors: dict[str, dict[str, Tensor]] = {entry: {} for entry in self.declared}
         for entry, declared in self.declared.items():
             for name, layout in zip(names, layouts, strict=True):
                 zeros = declared.zeros(layout, layout.device)
-                kept = self.own[entry].get(name, zeros)
+                kept = earlier[entry].get(name, zeros)
                 check_memory_shape(entry, name, kept, zeros.shape)
                 tensors[entry][name] = kept.to(zeros.device, zeros.dtype)
         return BucketMemory(SegmentTable(layouts), tensors)
@@ -187,26 +168,19 @@ class StateMemory:
     def take_back(self, name: str, gradient: Tensor) -> bool:
         """Keep a reduced gradient that was not applied, for the next step; False if the parameter has no error memory.
 
-        gradwire's DistributedDataParallel calls it for results of a failed step, and for a parameter that no rank used
-        in a step: its ``.grad`` stays unchanged, although error feedback of earlier steps may have reduced to a nonzero
-        gradient.
-
-        Args:
-            name: parameter name.
-            gradient: the reduced gradient minus this rank's contribution.
+        ``gradient`` is without this rank's contribution. It is of a failed step, or of a parameter that no rank used in
+        a step, whose ``.grad`` stays unchanged although errors of earlier steps were sent.
         """
         name, gradient = plain_name(name), as_real(gradient)
         if ERRORS not in self.declared:
             return False
-        if any(
-            name in names and bucket.take_back(name, self._share(ERRORS, gradient)) for names, bucket in self._made()
-        ):
-            return True
+        for names, bucket in self._made():
+            if name in names and bucket.take_back(name, self._share(ERRORS, gradient)):
+                return True
         error = self.own[ERRORS].get(name)
-        if error is None:
-            return False
-        error.add_(self._share(ERRORS, gradient))
-        return True
+        if error is not None:
+            error.add_(self._share(ERRORS, gradient))
+        return error is not None
 
     # Checkpoints.
 
@@ -251,7 +225,7 @@ class StateMemory:
         for _, bucket in self._made():
             bucket.is_retired = True
         self.buckets, self._scale = {}, None
-        self._restored()
+        self.is_loaded, self._fits_model = True, False
 
     def restore(self, own: MemoryByName, loaded: MemoryByName | None = None) -> None:
         """Continue with this rank's tensors of a pickle, or those of another rank; keep entries that are missing."""
@@ -259,10 +233,6 @@ class StateMemory:
         for target, source in ((self.own, own), (self.loaded, loaded or {})):
             for entry in self.declared.keys() & source.keys():
                 target[entry] = {name: tensor.clone() for name, tensor in source[entry].items()}
-        self._restored()
-
-    def _restored(self) -> None:
-        """Compare the memory with the model before it is used."""
         self.is_loaded, self._fits_model = True, False
 
     def replicated(self) -> dict[str, dict[str, Tensor]]:
@@ -271,8 +241,8 @@ class StateMemory:
 
     def digests(self) -> dict[str, object]:
         """Facts for a handshake: numbers and digests of the tensors that all ranks must share."""
-        same = [entry for entry, declared in self.declared.items() if declared.merge == "same"]
-        return {f"memory {entry}": f"{len(self.own[entry])}, digest {digest(self.own[entry])}" for entry in same}
+        same = {entry: self.own[entry] for entry, declared in self.declared.items() if declared.merge == "same"}
+        return {f"memory {entry}": f"{len(own)}, digest {digest(own)}" for entry, own in same.items()}
 
     def loaded_facts(self) -> dict[str, object]:
         """Facts for a handshake after a load: `digests`, and the numbers of other loaded tensors."""

@@ -22,7 +22,7 @@ _WRAPPED = frozenset(("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_
 
 
 class ParameterNames:
-    """The names of parameters, from the model passed to `bind` or found by `registered_module`.
+    """The names of parameters, from the model passed to `bind` or found by `search`.
 
     PyTorch's buckets have no names. If no model is found, parameters are numbered in the order of first appearance,
     ``parameter.0``, ``parameter.1``, ..., which in PyTorch's first backward depends only on the model and is equal on
@@ -92,7 +92,7 @@ class ParameterNames:
             )
 
     def bind_layouts(self, layouts: Mapping[str, torch.Tensor]) -> None:
-        """Take the names of all parameters; see `HookState.bind_layouts`."""
+        """Take the names of all parameters of a sharded model, from tensors in the layouts of their shards."""
         self.layouts = dict(layouts)
         self._names.update((layout, name) for name, layout in layouts.items())
         self.is_closed = True
@@ -102,7 +102,10 @@ class ParameterNames:
         module = self.module
         if module is None:
             return {layout: name for name, layout in self.layouts.items() if layout.numel() > 0}
-        return compressible_parameters(module)
+        embeddings = (part for part in module.modules() if isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag))
+        sparse = {id(part.weight) for part in embeddings if part.sparse}
+        names = parameter_names(module)
+        return {each: name for each, name in names.items() if each.requires_grad and id(each) not in sparse}
 
     @property
     def module(self) -> torch.nn.Module | None:
@@ -120,11 +123,15 @@ class ParameterNames:
         return list(module.parameters()) if module is not None else list(self.layouts.values())
 
     def search(self, parameters: Sequence[torch.Tensor] = ()) -> None:
-        """Bind the model that `registered_module` finds, unless there is one or parameters are numbered."""
+        """Bind the model whose DDP calls a hook with the state and these parameters, if there is exactly one.
+
+        Not if the state has a model, or its parameters are numbered.
+        """
         if self.module is None and not self.are_numbers:
-            module = registered_module(self._state(), parameters)
-            if module is not None:
-                self.bind(module)
+            found = (unwrapped(ddp.module) for ddp in registered_wrappers(self._state(), parameters))
+            modules = {id(module): module for module in found}  # modules need not be hashable
+            if len(modules) == 1:
+                self.bind(*modules.values())
 
     def require(self, needed_by: str) -> None:
         """Raise RuntimeError, with ``needed_by`` as its subject, if parameters are numbered."""
@@ -132,9 +139,7 @@ class ParameterNames:
             raise self._unknown(needed_by)
 
     def in_bucket(self, bucket: Bucket, needed_by: Callable[[], str | None]) -> tuple[str, ...]:
-        """The names of the bucket's parameters; ``needed_by`` returns the subject of the error if numbers do not
-        suffice.
-        """
+        """The names of the bucket's parameters; ``needed_by`` returns the subject of an error if numbers won't do."""
         parameters = bucket.parameters()
         names: list[str | None] = list(map(self._names.get, parameters))
         if None in names:
@@ -209,20 +214,6 @@ def parameter_names(module: torch.nn.Module) -> dict[torch.Tensor, str]:
             f"{sorted(_WRAPPED)}, which wrappers of modules add. Give one of its submodules another name."
         )
     return names
-
-
-def compressible_parameters(module: torch.nn.Module) -> dict[torch.Tensor, str]:
-    """`parameter_names` of the trainable parameters whose gradients are dense, as DDP expects them."""
-    embeddings = (part for part in module.modules() if isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag))
-    sparse = {id(part.weight) for part in embeddings if part.sparse}
-    names = parameter_names(module)
-    return {each: name for each, name in names.items() if each.requires_grad and id(each) not in sparse}
-
-
-def registered_module(state: object, parameters: Sequence[torch.Tensor] = ()) -> torch.nn.Module | None:
-    """The model whose DDP calls a hook with ``state`` and these parameters; None if there is not exactly one."""
-    modules = [unwrapped(ddp.module) for ddp in registered_wrappers(state, parameters)]
-    return modules[0] if len(set(map(id, modules))) == 1 else None
 
 
 def live_wrappers() -> list[TorchDDP]:

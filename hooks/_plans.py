@@ -17,45 +17,26 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.futures import Future
 
-from gradwire.comm import Connections
+from gradwire.comm import Algorithm, Connections
 from gradwire.comm.plan import Plan
 from gradwire.comm.stream_executor import Handle, Result, StreamExecutor
+from gradwire.compress import Step, is_repeatable
 from gradwire.compress.memory import BucketMemory
+from gradwire.hooks._bucket import Bucket, BucketWork
+from gradwire.hooks._handshake import Agreement
+from gradwire.hooks._settings import HookSettings
 from gradwire.kernels import Recording, SegmentTable, layout_guard
 
 # Kernels are then compiled, tables uploaded, and the workspace, which shrinks after
 # `Workspace.STEPS_BEFORE_SHRINKING` smaller steps, has the size that it keeps.
 WARM_UP_STEPS = 5
-
-
-class Settings(Protocol):
-    """What recorded steps ask of a hook's settings; see `HookSettings`."""
-
-    hook_name: str
-    telemetry: Any
-    handshake: Any
-    _plans: Any
-
-    def _settings(self) -> dict[str, object]:
-        """The hook's name and options."""
-
-    def _step_of(self, position: int) -> int:
-        """Number of the step to which a bucket would belong now."""
-
-    def _variant(self, number: int) -> Hashable:
-        """What the host decides about a step."""
-
-    def _begin_bucket(self, position: int) -> None:
-        """Note that a bucket is launched."""
-
-    def _count_bucket(self, bucket: Any, memory: Any) -> None:
-        """Note that a bucket has raised no error."""
 
 
 class Plans:
@@ -66,29 +47,22 @@ class Plans:
     """
 
     def __init__(self) -> None:
-        self.settings: Settings | None = None
+        self.settings: HookSettings | None = None
         self._entries: dict[Hashable, _Entry] = {}
 
     def to_record(
         self,
-        bucket: Any,
-        settings: Settings,
+        bucket: Bucket,
+        settings: HookSettings,
         executor: StreamExecutor,
         group: dist.ProcessGroup,
-        work: Any,
+        work: BucketWork,
         memory: Any,
         number: int,
     ) -> Plan | None:
-        """Count a step that is no replay. Returns the plan that records it, once `WARM_UP_STEPS` were equal.
+        """Count step ``number``, which is no replay. Returns the plan that records it, once `WARM_UP_STEPS` were equal.
 
-        Args:
-            bucket: the `Bucket`.
-            settings: those of the hook.
-            executor: the executor of the bucket.
-            group: the ranks that have agreed on the settings.
-            work: the tensors of the step, its `BucketWork`.
-            memory: the memory of the bucket; None for a cast.
-            number: number of the step.
+        The ranks of ``group`` have agreed on the settings; ``memory`` is that of the bucket, None for a cast.
         """
         can_replay = memory is None or (isinstance(memory, BucketMemory) and memory.can_replay)
         if not can_replay or torch.cuda.is_current_stream_capturing():
@@ -109,20 +83,17 @@ class Plans:
         entry.plan = Plan(Recording, executor.place, gradients, partial(entry.refresh, work, number))
         return entry.plan
 
-    def replay(self, bucket: Any, connections: Connections, number: int | None = None) -> Result | Handle | None:
+    def replay(self, bucket: Bucket, connections: Connections, number: int | None = None) -> Result | Handle | None:
         """Repeat the recorded step of a bucket; None, and nothing has changed, if there is none that fits.
 
-        Args:
-            bucket: the bucket.
-            connections: those to the ranks of the bucket.
-            number: number of the step, for a hook that has begun it and returns a future; None for the reducer.
+        ``number`` is that of the step, for a hook that has begun it and returns a future; None for the reducer.
         """
         settings, executor = self.settings, connections.existing_executor(bucket.device)
         if settings is None or settings.telemetry is not None or not isinstance(executor, StreamExecutor):
             return None
         is_in_hook = number is not None
         if number is None:
-            number = settings._step_of(bucket.position)
+            number = 0 if settings.steps is None else settings.steps.number(bucket.position)
         entry = self._entries.get((settings._variant(number), executor.place, bucket.divisor))
         if entry is None or not entry.stands(settings, executor) or torch.cuda.is_current_stream_capturing():
             return None
@@ -143,6 +114,20 @@ class Plans:
         return flight
 
 
+def replayed(
+    settings: HookSettings,
+    bucket: Bucket,
+    connections: Connections,
+    algorithm: Callable[[Step], Algorithm[None]],
+    number: int = 0,
+) -> Future[torch.Tensor] | None:
+    """The future of a bucket whose recorded step is repeated; None if there is none that fits: see `reduce_bucket`."""
+    plans = bucket.plans or (settings._plans.get(bucket.first) if settings._plans.data else None)
+    if plans is None or plans.settings is not settings or bucket.is_sparse or not is_repeatable(algorithm):
+        return None  # a user's hook may call several of gradwire's
+    return cast("Future[torch.Tensor] | None", plans.replay(bucket, connections, number))
+
+
 class _Token(NamedTuple):
     """The objects on which a plan depends, compared by identity."""
 
@@ -154,14 +139,9 @@ class _Token(NamedTuple):
 
 
 class _Entry:
-    """A variant of a bucket's steps, and its plan.
+    """A variant of a bucket's steps, and its plan. ``agreement``: of the ranks on the settings; None without a hook."""
 
-    Args:
-        token: what the plan depends on.
-        agreement: that of the ranks on the settings; None without a hook.
-    """
-
-    def __init__(self, token: _Token, agreement: Any) -> None:
+    def __init__(self, token: _Token, agreement: Agreement | None) -> None:
         self.token, self._agreement = token, agreement
         self.n_steps = 0  # since the token is this one
         self.plan: Plan | None = None
@@ -179,7 +159,7 @@ class _Entry:
         is_same = is_same and all(known() is each for known, each in zip(self.parameters, parameters, strict=True))
         return is_same and self._guard(*parameters)
 
-    def stands(self, settings: Settings, executor: StreamExecutor) -> bool:
+    def stands(self, settings: HookSettings, executor: StreamExecutor) -> bool:
         """Whether the plan is complete, and nothing has changed since it was recorded."""
         memory = self.token.memory
         if self.plan is None or not self.plan.is_complete or self.token.executor is not executor:
@@ -191,7 +171,7 @@ class _Entry:
             agreement.token is self.token.agreement and agreement.settings == settings._settings()
         )
 
-    def refresh(self, work: Any, number: int) -> None:
+    def refresh(self, work: BucketWork, number: int) -> None:
         """Replace the addresses of the tensors in device memory, and the number of the step."""
         source, target = work.source, work.target
         if self.token.memory is not None:

@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 
-from gradwire.hooks._bucket import Bucket, GradBucket, ddp_hook, zero_copy
+from gradwire.hooks._bucket import Bucket, GradBucket
+from gradwire.hooks._decorators import ddp_hook, zero_copy
 
 __all__ = ["noop_hook"]
 

@@ -12,17 +12,11 @@ import torch.distributed as dist
 
 from gradwire.compress import cast_all_reduce
 from gradwire.compress._validation import check_keywords
-from gradwire.hooks._bucket import (
-    Bucket,
-    CommHook,
-    GradBucket,
-    all_reduce_on_cpu,
-    ddp_hook,
-    reduce_bucket,
-    replayed,
-    zero_copy,
-)
-from gradwire.hooks.hook_state import HookSettings, settings_of
+from gradwire.hooks._bucket import Bucket, GradBucket
+from gradwire.hooks._decorators import CommHook, ddp_hook, zero_copy
+from gradwire.hooks._plans import replayed
+from gradwire.hooks._reduction import all_reduce_on_cpu, reduce_bucket
+from gradwire.hooks._settings import HookSettings, settings_of
 from gradwire.hooks.quantization_hooks import check_local_size, quantized_reduction
 
 __all__ = [

@@ -2,17 +2,17 @@
 
 A state has options, memory by parameter name, and a step count. The handshake between the ranks, checkpoints for any
 world size, resynchronization after errors, pickling and telemetry follow from the declaration of its memory.
+
+In `run`, a bucket goes through `Handshake.agree`, which compares the settings of the ranks, once;
+`StateMemory.of_bucket`, which finds its memory; and `reduce_bucket`, which runs the algorithm. On a GPU, `replayed`
+repeats recorded steps.
 """
 
-import atexit
 import functools
 import io
 import logging
 import operator
-import warnings
-import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import fields, replace
 from datetime import timedelta
 from inspect import signature
@@ -22,49 +22,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
-from torch.utils.weak import WeakIdKeyDictionary
 
-from gradwire.comm import (
-    Algorithm,
-    Connections,
-    GroupTransport,
-    IdleTransport,
-    Transport,
-    Workspace,
-    connections_of,
-    run_algorithm,
-)
+from gradwire.comm import Algorithm, GroupTransport, Transport, connections_of
 from gradwire.comm.store_collectives import RanksMissing, named_barrier
-from gradwire.comm.torch_internals import default_group, is_initialized_group
-from gradwire.compress import Gradients, Step, cast_all_reduce
-from gradwire.compress._validation import (
-    MAX_COUNT,
-    check_count,
-    check_counts,
-    check_entries,
-    check_whole_number,
-)
+from gradwire.compress import Step, cast_all_reduce
+from gradwire.compress._validation import MAX_COUNT, check_count, check_counts, check_entries, check_whole_number
 from gradwire.compress.memory import BucketMemory, Memory, MemoryByName
-from gradwire.hooks._bucket import (
-    Bucket,
-    GradBucket,
-    check_process_group,
-    ddp_hook,
-    described,
-    is_gradwire_hook,
-    reduce_bucket,
-    replayed,
-    zero_copy,
-)
-from gradwire.hooks._handshake import Handshake, check_same_ranks
+from gradwire.hooks._bucket import Bucket, GradBucket
+from gradwire.hooks._compilation import EarlyCompilation
+from gradwire.hooks._decorators import ddp_hook, described, zero_copy
 from gradwire.hooks._memory import Scaler, StateMemory
-from gradwire.hooks._names import ParameterNames, check_patterns, registered_wrappers
-from gradwire.hooks.telemetry import Report, Telemetry
-from gradwire.kernels import (
-    dispatch,
-    gradient_layout,
-    is_capturing,
-)
+from gradwire.hooks._names import ParameterNames, check_patterns
+from gradwire.hooks._plans import replayed
+from gradwire.hooks._reduction import reduce_bucket
+from gradwire.hooks._settings import HookSettings
 
 __all__ = ["BucketMemory", "HookSettings", "HookState", "Memory", "Step", "hook_for"]
 
@@ -73,12 +44,10 @@ def __dir__() -> list[str]:
     return __all__
 
 
-_PYTORCHS_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks."
 PREPARE_TIMEOUT = timedelta(minutes=2)
 STATE_DICT_TIMEOUT = timedelta(seconds=10)  # early: a waiting rank is usually the only caller
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
-State = TypeVar("State", bound=type)
 
 
 def hook_for(kind: type["HookState"]) -> Callable[[Hook], Hook]:
@@ -94,27 +63,6 @@ def hook_for(kind: type["HookState"]) -> Callable[[Hook], Hook]:
     return lambda hook: zero_copy(ddp_hook(kind)(hook))
 
 
-def with_option_attributes(options: type) -> Callable[[State], State]:
-    """Decorate a state: every option is also an attribute, whose assignment validates all options together."""
-
-    def option(name: str) -> property:
-        def assign(state: Any, value: object) -> None:
-            if "options" not in vars(state):
-                raise AttributeError(
-                    f"{name} is an option: pass it to super().__init__(), or assign it after that call."
-                )
-            state.options = replace(state.options, **{name: value})
-
-        return property(operator.attrgetter(f"options.{name}"), assign)
-
-    def decorate(kind: State) -> State:
-        for each in fields(options):
-            setattr(kind, each.name, option(each.name))
-        return kind
-
-    return decorate
-
-
 @functools.cache
 def _compared_options(kind: type, local: frozenset[str]) -> tuple[tuple[str, ...], Callable[[Any], tuple[Any, ...]]]:
     """The names of the options that must be equal on all ranks, and a function that returns their values."""
@@ -124,151 +72,31 @@ def _compared_options(kind: type, local: frozenset[str]) -> tuple[tuple[str, ...
     return ("options", *names), values
 
 
-class HookSettings:
-    """The settings of a hook, which must be equal on all ranks, and its telemetry.
-
-    States of hooks derive from this class; for a hook without a state, its module has an instance.
+class StepCount:
+    """Counts steps. The buckets of a step come in order, but any of them may be skipped.
 
     Attributes:
-        hook_name: name of the hook.
-        handshake: the process groups that have agreed on the settings.
-        telemetry: the measurements, while the state is observed; else None.
-        names: the names of parameters; None if the hook needs none.
-        memory: the memory by parameter name; None if the hook has none.
+        ended: number of steps that have ended.
+        is_open: whether a bucket of the next step has come, and its last one has not.
     """
 
-    _serves_one_model = False  # whether the state takes the process group of the model that it is registered for
-    _follows_model = False  # whether ``process_group`` was taken from the model
+    def __init__(self) -> None:
+        self.ended, self.is_open = 0, False
+        self._latest: int | None = None  # position of the latest bucket
 
-    telemetry: Telemetry | None = None
-    names: ParameterNames | None = None
-    memory: StateMemory | None = None
-    _step_in_progress: int | None = None  # its number, from 1; None for a state that counts no steps
+    def begins(self, position: int) -> bool:
+        """Note a bucket; returns whether it is the first one of a step."""
+        latest, self._latest = self._latest, position
+        return latest is None or position <= latest
 
-    def __init__(self, hook: str, process_group: dist.ProcessGroup | None = None) -> None:
-        self.hook_name = hook
-        self.handshake = Handshake()
-        self.process_group = process_group
-        self._plans = WeakIdKeyDictionary()  # of buckets that have none of their own, by their first parameter
+    def end(self) -> None:
+        """Count a step."""
+        self.ended, self.is_open = min(self.ended + 1, MAX_COUNT), False
 
-    @property
-    def process_group(self) -> dist.ProcessGroup | None:
-        """The ranks to average over; None for the model's."""
-        return self._process_group
-
-    @process_group.setter
-    def process_group(self, process_group: dist.ProcessGroup | None) -> None:
-        check_process_group(process_group)
-        self._process_group, self._follows_model = process_group, False
-        self.handshake.revoke()
-
-    @property
-    def _group(self) -> dist.ProcessGroup:
-        return self._process_group or default_group()
-
-    def _settings(self) -> dict[str, object]:
-        """The hook's name and options, as plain values. Every bucket compares them, so this must be cheap."""
-        return {"hook": self.hook_name}
-
-    def _replicated(self) -> dict[str, object]:
-        """Further values that a handshake compares: counters, and digests of loaded memory."""
-        return {}
-
-    def _apply_settings(self, settings: dict[str, object]) -> None:
-        """Apply settings that all ranks have agreed on; they may have changed since the last step."""
-
-    # Recorded steps; see `gradwire.hooks._plans`.
-
-    def _step_of(self, position: int) -> int:
-        """Number of the step to which a bucket at this position would belong now; 0 if steps are not counted."""
-        return 0
-
-    def _variant(self, number: int) -> Hashable:
-        """What the host decides about step ``number``: a recorded step serves those of the same variant."""
-        return None
-
-    def _begin_bucket(self, position: int) -> None:
-        """Note that a bucket is launched. The buckets of a step come in order, but any may be skipped."""
-
-    def _count_bucket(self, bucket: Bucket, memory: Any) -> None:
-        """Note that a bucket with this memory has raised no error."""
-
-    # Telemetry. See docs/telemetry.md for the metrics.
-
-    def observe(self, *, every: int = 50, exact_every: int = 0, report: Report | None = None) -> None:
-        """Measure one in ``every`` steps from now on. Call it on every rank, between the same two steps.
-
-        Measuring does not change the result of a step. It computes the norms of the result and the error memory, and
-        reads them in a later step, without waiting for the device. The last ones are read when the state is released or
-        the interpreter exits.
-
-        Args:
-            every: number of steps per measured step, at least 1.
-            exact_every: number of steps per comparison with the exact mean; 0 for no comparisons. A comparison takes an
-                uncompressed all-reduce in fp32 and two flat copies of each bucket. Must be equal on all ranks.
-            report: called with the `metrics` of each measured step, in the training thread; see `to_jsonl`,
-                `to_tensorboard` and `to_wandb`. Usually passed on one rank only. Its first exception is logged, with a
-                traceback; none ends the training.
-
-        Raises:
-            ValueError: a number of steps is out of range.
-        """
-        check_whole_number("every", every, "a whole number of steps, at least 1", 1)
-        check_whole_number("exact_every", exact_every, "a whole number of steps, at least 0", 0)
-        if self.telemetry is not None:
-            self.telemetry.close()
-        self.telemetry = Telemetry(self, every, exact_every, report)
-        # The latest function runs first: before a logger that was set up earlier ends.
-        atexit.register(_stop_at_exit, weakref.ref(self))
-
-    def stop_observing(self) -> None:
-        """Report the steps measured so far, and stop measuring. Call it on every rank, between the same two steps."""
-        if self.telemetry is not None:
-            self._warn_if_unused(self.telemetry)
-            self.telemetry.close()
-        self.telemetry = None
-
-    def metrics(self) -> dict[str, float]:
-        """The metrics of the latest measured step; empty before the first one has ended.
-
-        Warns if no model uses the state.
-
-        Raises:
-            RuntimeError: `observe` was not called.
-        """
-        telemetry = self.telemetry
-        if telemetry is None:
-            raise RuntimeError(
-                f"This {type(self).__name__} is not measured. Call state.observe() on every rank before the steps "
-                "that you want to measure."
-            )
-        self._warn_if_unused(telemetry)
-        telemetry.flush()
-        return dict(telemetry.latest)
-
-    def _warn_if_unused(self, telemetry: Telemetry) -> None:
-        has_model = self.names is not None and self.names.is_complete
-        if not telemetry.has_begun and not has_model and not registered_wrappers(self):
-            warnings.warn(
-                f"This {type(self).__name__} is observed, but has no model, so nothing is measured. Register it on the "
-                "model: model.register_comm_hook(state, hook).",
-                stacklevel=3,
-            )
-
-    def _device_counters(self) -> Mapping[str, Tensor]:
-        """Further totals among the metrics, one element each."""
-        return {}
-
-
-@functools.cache
-def settings_of(hook: str) -> HookSettings:
-    """The settings of a hook without a state."""
-    return HookSettings(hook)
-
-
-def _stop_at_exit(state: weakref.ref[HookSettings]) -> None:
-    if (observed := state()) is not None:
-        observed.stop_observing()
+    def number(self, position: int) -> int:
+        """Number of the step to which a bucket at this position would belong."""
+        is_first = self._latest is None or position <= self._latest
+        return self.ended + (is_first and self.is_open)
 
 
 class HookState(HookSettings):
@@ -303,9 +131,9 @@ class HookState(HookSettings):
 
     local_options: ClassVar[frozenset[str]] = frozenset()
     compiles_early: ClassVar[bool] = False
-    _serves_one_model = True
     names: ParameterNames
     memory: StateMemory
+    steps: StepCount
 
     def __init__(
         self,
@@ -329,16 +157,12 @@ class HookState(HookSettings):
                         "shape=lambda gradient: (gradient.numel(),). Only a class that overrides make_bucket may do "
                         "without."
                     )
-        self._iter = 0
+        self.steps = StepCount()
         self._start = first_compressed_step(options)
         self._counts: dict[str, list[int]] = {}  # further numbers of a checkpoint by entry, equal on all ranks
-        self._latest_index: int | None = None  # index of the latest bucket
-        self._is_counted = True  # whether ``iter`` includes the latest step
         self._applied: dict[str, object] | None = None  # settings for which the buckets were made
         self._patterns_match = False  # whether every name pattern in the options is known to match a parameter
-        self._has_announced_start = False
-        self._first_step: int | None = None  # of this object, whose buckets DDP will rebuild
-        self._compiled: set[object] = set()  # names and dtypes of the buckets whose kernels are compiled
+        self._compilation = EarlyCompilation()
         self._prepared: dict[str, Any] | None = None  # the result of `state_dict` until the next step
 
     def __repr__(self) -> str:
@@ -375,12 +199,12 @@ class HookState(HookSettings):
     @property
     def iter(self) -> int:
         """Number of steps so far."""
-        return self._iter
+        return self.steps.ended
 
     @iter.setter
     def iter(self, iteration: int) -> None:
         check_count("iter", iteration)
-        self._iter, self._is_counted = iteration, True
+        self.steps.ended, self.steps.is_open = iteration, False
         self.handshake.expect()
 
     def run(self, bucket: GradBucket | Bucket, algorithm: Callable[[Step], Algorithm[None]]) -> Future[Tensor]:
@@ -402,27 +226,22 @@ class HookState(HookSettings):
         self._begin_bucket(bucket.position)
         names = bucket.names or self.names.in_bucket(bucket, self._needs_names)
         connections = self.handshake.agree(self, bucket, self._process_group, names)
-        if (future := replayed(self, bucket, connections, algorithm, self._iter)) is not None:
+        if (future := replayed(self, bucket, connections, algorithm, self.steps.ended)) is not None:
             return future
         if not self._patterns_match:
             self.names.note(names, bucket)
             if self.names.is_complete:
                 check_patterns(self.options, self.names.known())
                 self._patterns_match = True
-        iteration, memory = self._iter, None
+        iteration, memory = self.steps.ended, None
         if not bucket.is_sparse:
             if iteration >= self._start:
                 memory = self.prepare(bucket, names, connections.group)
             elif self.compiles_early:
-                _compile(self, bucket, names, connections, algorithm)
+                self._compilation.compile(bucket, names, connections, algorithm, self.make_bucket, iteration)
         self._count_bucket(bucket, memory)
         chosen = cast_all_reduce if memory is None else algorithm
         return reduce_bucket(connections, bucket, chosen, self, memory=memory, iteration=iteration, names=names)
-
-    def _step_of(self, position: int) -> int:
-        """Number of the step to which a bucket at this position would belong now."""
-        is_first = self._latest_index is None or position <= self._latest_index
-        return self._iter + (is_first and not self._is_counted)
 
     def _variant(self, number: int) -> Hashable:
         """Whether step ``number`` is compressed."""
@@ -431,14 +250,12 @@ class HookState(HookSettings):
     def _begin_bucket(self, position: int) -> None:
         """Begin a step at its first bucket."""
         self._prepared = None
-        latest, self._latest_index = self._latest_index, position
-        if latest is None or position <= latest:
+        if self.steps.begins(position):
             self._begin_step()
-            self._step_in_progress = self._iter + 1
 
     def _count_bucket(self, bucket: Bucket, memory: Any) -> None:
         """Count the step at its last bucket."""
-        self._is_counted = False
+        self.steps.is_open = True
         if bucket.is_final:
             self._count_step()
 
@@ -456,14 +273,14 @@ class HookState(HookSettings):
 
     def _begin_step(self) -> None:
         """Begin a step. The one before ends now if its last bucket was skipped or went to another hook."""
-        if not self._is_counted:
+        if self.steps.is_open:
             self._count_step()
         if self.memory.scaler is not None:
             self.memory.match_scale()
 
     def _count_step(self) -> None:
         """Count a step that has ended."""
-        self._iter, self._is_counted = min(self._iter + 1, MAX_COUNT), True
+        self.steps.end()
         if self.memory.declared:
             self.names.is_closed = True
 
@@ -478,32 +295,33 @@ class HookState(HookSettings):
         return {"hook": self.hook_name, **dict(zip(names, values(self.options), strict=True))}
 
     def _apply_settings(self, settings: dict[str, object]) -> None:
-        """Apply options that were assigned or modified since the last step: new buckets, which start from the old
-        errors. The handshake calls it on all ranks.
-
-        Raises:
-            ValueError: an option has the wrong type or is out of range.
+        """Validate options that were assigned or modified since the last step, and drop the buckets: new ones start
+        from their errors. The handshake calls it on all ranks.
         """
         if self._applied == settings:
             return
         if self.options is not None:
             self.options = replace(self.options)  # validates: dictionaries may have been modified in place
         self._start = first_compressed_step(self.options)
-        self._compiled.clear()
+        self._compilation.restart(self._start)
         self.memory.drop_buckets()
         self.handshake.revoke()
-        self._applied, self._patterns_match = settings, False
-        if not self._has_announced_start and self.iter < self._start and dist.get_rank(self._group) == 0:
+        is_first, self._applied, self._patterns_match = self._applied is None, settings, False
+        if is_first and self.iter < self._start and dist.get_rank(self._group) == 0:
             # Two plain steps are the usual default, because DDP rebuilds its buckets after the first: no warning.
             level = logging.INFO if self._start <= 2 else logging.WARNING
             text = "%s compresses from step %d on, and sends gradients in full until then."
             logging.getLogger(type(self).__module__).log(level, text, self.hook_name, self._start)
-        self._has_announced_start = True
 
     # Memory.
 
     def make_bucket(
-        self, parameters: Sequence[Tensor], dtype: torch.dtype, names: Sequence[str], transport: Transport
+        self,
+        parameters: Sequence[Tensor],
+        dtype: torch.dtype,
+        names: Sequence[str],
+        transport: Transport,
+        earlier: MemoryByName,
     ) -> BucketMemory | None:
         """The memory of a new bucket, which starts from that of earlier ones, or from zeros.
 
@@ -512,11 +330,12 @@ class HookState(HookSettings):
             dtype: real dtype of the gradients.
             names: parameter names.
             transport: transport of the algorithm.
+            earlier: memory of earlier buckets, by entry and parameter name. Not modified.
 
         Returns:
             A `BucketMemory`; None to send the bucket uncompressed.
         """
-        return self.memory.make_bucket(parameters, dtype, names)
+        return self.memory.make_bucket(parameters, dtype, names, earlier)
 
     def follow_scaler(self, scaler: Scaler | None) -> None:
         """Multiply the error memory by the same factor as the scale of a gradient scaler whenever that changes.
@@ -688,43 +507,6 @@ def first_compressed_step(options: Any) -> int:
     return start
 
 
-def _compile(
-    state: HookState,
-    bucket: Bucket,
-    names: tuple[str, ...],
-    connections: Connections,
-    algorithm: Callable[[Step], Algorithm[None]],
-) -> None:
-    """Run two steps of ``algorithm`` on zeros, without collectives, in memory of their own, if Triton would compile for
-    them. Two steps: alternating PowerSGD launches different kernels in odd ones.
-
-    The buckets of the first step, of which one may hold the whole model, are left out: they are rebuilt.
-    """
-    device, key, now = bucket.device, (names, bucket.dtype), state.iter
-    if state._first_step is None:
-        state._first_step = now
-    if now == state._first_step < state._start - 1 or key in state._compiled:
-        return
-    if not dispatch.use_triton(device) or dispatch.is_interpreted() or is_capturing(device):
-        return
-    state._compiled.add(key)
-    with suppress(torch.OutOfMemoryError):  # the first compressed step compiles, then
-        transport = IdleTransport(connections.executor(device).transport)
-        kept, state.memory = state.memory, StateMemory(state, state.memory.declared)
-        try:
-            parameters = [gradient_layout(parameter) for parameter in bucket.parameters()]
-            memory = state.make_bucket(parameters, bucket.dtype, names, transport)
-        finally:
-            state.memory = kept
-        if memory is None:
-            return
-        layout = memory.layout
-        zeros = Gradients(layout.views(torch.zeros(layout.numel, dtype=layout.dtype, device=device)), layout)
-        workspace = Workspace(device)
-        for number in (now, now + 1):
-            run_algorithm(algorithm(Step(zeros, zeros, memory, number, transport, workspace, names)), transport)
-
-
 def option_values(options: Any) -> dict[str, Any]:
     """The fields of a dataclass, by name; empty for None."""
     return {each.name: getattr(options, each.name) for each in fields(options)} if options is not None else {}
@@ -743,40 +525,3 @@ def share_hook_state(state: HookState, transport: GroupTransport, source: int, r
     transport.wait(transport.broadcast(sent, source))
     message.copy_(sent)
     state.load_replicated_state(torch.load(io.BytesIO(content), weights_only=True))
-
-
-def check_pairing(state: object, hook: Callable[..., Any]) -> None:
-    """Raise TypeError for a hook of PyTorch's with a state of gradwire's."""
-    module = getattr(hook, "__module__", None) or ""
-    if module.startswith(_PYTORCHS_HOOKS) and isinstance(state, HookSettings):
-        name, kind = getattr(hook, "__name__", "hook"), type(state)
-        raise TypeError(
-            f"{name} is from PyTorch, but its state is gradwire's {kind.__name__}, which PyTorch's hook cannot use. "
-            f"Import the hook from gradwire too: from {kind.__module__} import {name}."
-        )
-
-
-def in_group(state: Any, hook: Callable[..., Any], group: dist.ProcessGroup) -> Any:
-    """The state to call a registered hook with, which averages over the ranks of its DistributedDataParallel,
-    ``group``.
-
-    A state without a process group takes ``group``, and so does one with another group of the same ranks: all of a
-    model's connections fail and start again together. A state that may serve several models, or that a user's hook may
-    pass on to several of gradwire's, is left as it is: `Handshake.agree` chooses the group.
-
-    Raises:
-        ValueError: the state has or is a group of other ranks.
-    """
-    is_ours, has_group = is_gradwire_hook(hook), isinstance(state, HookSettings)
-    if not has_group and not (is_ours and isinstance(state, dist.ProcessGroup)):
-        return state
-    chosen = state if not has_group else None if state._follows_model else state.process_group
-    if chosen is not None and chosen is not group and is_initialized_group(chosen):
-        if not is_ours:
-            return state
-        check_same_ranks(chosen, group, "hook's process group")
-    if not has_group:
-        return group
-    if state._serves_one_model:
-        state.process_group, state._follows_model = group, True
-    return state

@@ -6,9 +6,10 @@ name instead of bucket index, so a checkpoint resumes on any world size.
 """
 
 import logging
+import operator
 import warnings
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -34,11 +35,12 @@ from gradwire.compress._validation import (
     check_whole_number,
     wrong,
 )
-from gradwire.compress.memory import error_like
+from gradwire.compress.memory import MemoryByName, error_like
 from gradwire.compress.policy import check_factors, check_size_of_factors
-from gradwire.hooks._bucket import Bucket, GradBucket, ddp_hook
+from gradwire.hooks._bucket import Bucket, GradBucket
+from gradwire.hooks._decorators import ddp_hook
 from gradwire.hooks._memory import ERRORS
-from gradwire.hooks.hook_state import HookState, Memory, Step, hook_for, with_option_attributes
+from gradwire.hooks.hook_state import HookState, Memory, Step, hook_for
 from gradwire.kernels import WIRE_FORMATS, as_real, compute_dtype, gradient_layout, layout_in_dtype
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
@@ -60,11 +62,7 @@ _PYTORCH_ATTRIBUTES = ("error_dict", "maybe_increase_iter", "p_memory_dict", "q_
 
 @dataclass(frozen=True, kw_only=True)
 class PowerSGDOptions:
-    """The options of `PowerSGDState`, documented there: PyTorch's in PyTorch's order, then gradwire's.
-
-    Raises:
-        ValueError: an option is of another type or out of range, or two exclude each other.
-    """
+    """The options of `PowerSGDState`, documented there: PyTorch's in PyTorch's order, then gradwire's."""
 
     matrix_approximation_rank: int
     start_powerSGD_iter: int
@@ -143,20 +141,7 @@ class PowerSGDOptions:
         """The first pattern in ``ranks`` or ``stacks`` that matches none of the names."""
         return self.policy.unmatched_pattern(names)
 
-    def bucket_options(self, iteration: int) -> dict[str, Any]:
-        """Keyword arguments of `LowRankBucket`, for a bucket made in step ``iteration``."""
-        return {
-            "error_feedback": self.use_error_feedback,
-            "factor_dtype": self.factor_dtype,
-            "factor_wire": WIRE_FORMATS[self.factor_wire] if self.factor_wire is not None else None,
-            "seed": self.random_seed,
-            "iteration": max(iteration, self.start_powerSGD_iter),
-            "alternating": self.alternating,
-            "precision": self.precision,
-        }
 
-
-@with_option_attributes(PowerSGDOptions)
 class PowerSGDState(HookState):
     """Options, error memory and factors of `powerSGD_hook` and `batched_powerSGD_hook`, for one model.
 
@@ -218,7 +203,6 @@ class PowerSGDState(HookState):
         >>> model.register_comm_hook(state, powerSGD_hook)
     """
 
-    __module__ = "gradwire.hooks.powerSGD_hook"  # the import path, also in pickles
     local_options = frozenset({"compression_stats_logging_frequency"})
     compiles_early = True
     options: PowerSGDOptions
@@ -304,16 +288,16 @@ class PowerSGDState(HookState):
     def _count_step(self) -> None:
         """Count a step that has ended."""
         super()._count_step()
-        if self._iter <= self._start:
+        if self.steps.ended <= self._start:
             return
         if not self._has_compressed:
             self._warn_if_idle()
             self._has_compressed = True
-        if self._iter >= self.next_stats_report:
+        if self.steps.ended >= self.next_stats_report:
             logger.info(
-                "Compression after %s steps: rate %.1f, elements %s -> %s", self._iter, *self.compression_stats()
+                "Compression after %s steps: rate %.1f, elements %s -> %s", self.steps.ended, *self.compression_stats()
             )
-            self.next_stats_report = self._iter + self.options.compression_stats_logging_frequency
+            self.next_stats_report = self.steps.ended + self.options.compression_stats_logging_frequency
 
     def compression_stats(self) -> tuple[float, int, int]:
         """Return (rate, elements before compression, elements after) over all compressed steps."""
@@ -326,9 +310,9 @@ class PowerSGDState(HookState):
 
     def _count_bucket(self, bucket: Bucket, memory: LowRankBucket | None) -> None:
         """Add the elements of a compressed step to `compression_stats`; see `HookState._count_bucket`."""
-        if self._iter >= self._start and not bucket.is_sparse:
+        if self.steps.ended >= self._start and not bucket.is_sparse:
             if memory is not None:
-                numel, sent = memory.layout.numel, memory.sent_numel(self._iter)
+                numel, sent = memory.layout.numel, memory.sent_numels[self.steps.ended % 2]
             else:
                 numel = sent = sum(as_real(parameter).numel() for parameter in bucket.parameters())
             before, after = self._counts["numel"]
@@ -336,17 +320,31 @@ class PowerSGDState(HookState):
         super()._count_bucket(bucket, memory)
 
     def make_bucket(
-        self, parameters: Sequence[Tensor], dtype: torch.dtype, names: Sequence[str], transport: Transport | None
+        self,
+        parameters: Sequence[Tensor],
+        dtype: torch.dtype,
+        names: Sequence[str],
+        transport: Transport | None,
+        earlier: MemoryByName,
     ) -> LowRankBucket | None:
         """A new `LowRankBucket`; None if none of its matrices would shrink enough. See `HookState.make_bucket`."""
+        options = self.options
         layouts = [layout_in_dtype(as_real(parameter), dtype) for parameter in parameters]
-        options: dict[str, Any] = self.options.bucket_options(self.iter) | {"names": names, "memory": self.memory.own}
-        made: LowRankBucket | None = None
+        arguments: dict[str, Any] = {
+            "names": names,
+            "memory": earlier,
+            "error_feedback": options.use_error_feedback,
+            "factor_dtype": options.factor_dtype,
+            "factor_wire": WIRE_FORMATS[options.factor_wire] if options.factor_wire is not None else None,
+            "seed": options.random_seed,
+            "iteration": max(self.iter, options.start_powerSGD_iter),
+            "alternating": options.alternating,
+            "precision": options.precision,
+        }
         if self._is_batched:
-            made = flat_low_rank_bucket(layouts, self.options.matrix_approximation_rank, **options)
-        elif any(shapes := self.options.policy.matrix_shapes(parameters, names)):
-            made = LowRankBucket(layouts, shapes, **options)
-        return made
+            return flat_low_rank_bucket(layouts, options.matrix_approximation_rank, **arguments)
+        shapes = options.policy.matrix_shapes(parameters, names)
+        return LowRankBucket(layouts, shapes, **arguments) if any(shapes) else None
 
     def _warn_if_idle(self) -> None:
         """Warn, with the reason, if the first compressed step has compressed nothing."""
@@ -368,15 +366,15 @@ class PowerSGDState(HookState):
     def _initialize(self, parameters: Mapping[Tensor, str]) -> None:
         """Allocate the missing memory of every compressed parameter, as its first compressed step would.
 
-        Errors without factors exist after a failed step, when `resynchronize` took over the factors of a rank that had
-        none. `batched_powerSGD_hook` gets no factors here: they belong to buckets that are not known yet.
+        Errors without factors exist after a failed step, if `resynchronize` took over from a rank without factors.
+        Factors of `batched_powerSGD_hook` belong to buckets that are not known yet.
         """
         q, kept = self.memory.own["q"], self.memory.own[ERRORS if self.options.use_error_feedback else "q"]
         for parameter, name in parameters.items():
             layout = gradient_layout(parameter)
             if not self._is_batched:
                 if name not in kept or name not in q:
-                    made = self.make_bucket([layout], layout.dtype.to_real(), [name], None)
+                    made = self.make_bucket([layout], layout.dtype.to_real(), [name], None, self.memory.own)
                     self.memory.keep(made.memory if made is not None else {})
             elif self.options.use_error_feedback and name not in kept:
                 dtype = compute_dtype(layout.dtype.to_real())
@@ -419,6 +417,21 @@ class PowerSGDState(HookState):
                 check_size_of_factors(
                     name, q, p, q[name].shape[0] * q[name].shape[2] * p[name].shape[2], f"q[{name!r}]"
                 )
+
+
+def _option(name: str) -> property:
+    """An option as an attribute of the state, whose assignment validates all options together."""
+
+    def assign(state: PowerSGDState, value: object) -> None:
+        if "options" not in vars(state):
+            raise AttributeError(f"{name} is an option: pass it to super().__init__(), or assign it after that call.")
+        state.options = replace(state.options, **{name: value})  # type: ignore[arg-type]
+
+    return property(operator.attrgetter(f"options.{name}"), assign)
+
+
+for _each in fields(PowerSGDOptions):
+    setattr(PowerSGDState, _each.name, _option(_each.name))
 
 
 @hook_for(PowerSGDState)

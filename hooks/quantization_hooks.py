@@ -5,7 +5,7 @@ names send 8 bits per element, without error feedback. PyTorch's hooks send ever
 rank. gradwire's send as many bytes as a ring all-reduce of the quantized bucket, with a scale per block of elements.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -19,24 +19,19 @@ from gradwire.compress import (
     Quantization,
     QuantizedBucket,
     WirePolicy,
-    quantized_all_reduce,
-    quantized_all_reduce_on_nodes,
     repeatable,
 )
-from gradwire.compress._validation import check_flag, check_keywords, check_whole_number
-from gradwire.compress.policy import DEFAULT_EXEMPT
-from gradwire.hooks._bucket import (
-    Bucket,
-    GradBucket,
-    ddp_hook,
-    kept_layouts,
-    reduce_bucket,
-    replayed,
-    zero_copy,
-)
+from gradwire.compress._validation import check_keywords, check_whole_number
+from gradwire.compress.memory import MemoryByName
+from gradwire.compress.policy import DEFAULT_EXEMPT, check_block_size
+from gradwire.hooks._bucket import Bucket, GradBucket
+from gradwire.hooks._decorators import ddp_hook, zero_copy
 from gradwire.hooks._memory import ERRORS
-from gradwire.hooks.hook_state import HookSettings, HookState, Memory, Step, hook_for, settings_of
-from gradwire.kernels import MAX_BLOCK_SIZE, MIN_BLOCK_SIZE, WIRE_FORMATS, as_real, layout_in_dtype
+from gradwire.hooks._plans import replayed
+from gradwire.hooks._reduction import reduce_bucket
+from gradwire.hooks._settings import HookSettings, settings_of
+from gradwire.hooks.hook_state import HookState, Memory, Step, hook_for
+from gradwire.kernels import WIRE_FORMATS, as_real, layout_in_dtype
 
 __all__ = ["QuantizationState", "quantization_hook", "quantization_perchannel_hook", "quantization_pertensor_hook"]
 
@@ -46,43 +41,8 @@ def __dir__() -> list[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockOptions(WirePolicy):
-    """The options of every quantized exchange, documented at `QuantizationState`.
-
-    Raises:
-        ValueError: an option is of another type or out of range.
-    """
-
-    block_size: int = 64
-    use_error_feedback: bool = True
-    error_dtype: torch.dtype = torch.float32
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_block_size("block_size", self.block_size)
-        check_flag("use_error_feedback", self.use_error_feedback)
-        if self.error_dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(f"error_dtype is {self.error_dtype}; expected torch.float32 or torch.bfloat16.")
-        check_whole_number("seed", self.seed, "a whole number")
-
-    def quantization(self, local_size: int = 1) -> Quantization:
-        """The arithmetic of blocks, with ``local_size`` ranks on each node."""
-        return Quantization(
-            block_size=self.block_size,
-            error_dtype=self.error_dtype if self.use_error_feedback else None,
-            seed=self.seed,
-            local_size=local_size,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class QuantizationOptions(BlockOptions):
-    """The options of `QuantizationState`, documented there.
-
-    Raises:
-        ValueError: an option is of another type or out of range.
-    """
+class QuantizationOptions(WirePolicy):
+    """The options of `QuantizationState`, documented there."""
 
     start_iter: int = 2
     local_size: int | str = "auto"
@@ -100,11 +60,7 @@ def check_local_size(value: object) -> None:
 
 
 def ranks_on_node(local_size: int | str, transport: Transport) -> int:
-    """The number of consecutive ranks on each node: ``local_size``, or what the ranks have found for "auto".
-
-    Raises:
-        ValueError: ``local_size`` does not divide the world size.
-    """
+    """The number of consecutive ranks on each node, which divides the world size; that which they found for "auto"."""
     size = transport.local_size if isinstance(local_size, str) else local_size
     if transport.world_size % size != 0:
         raise ValueError(
@@ -114,25 +70,9 @@ def ranks_on_node(local_size: int | str, transport: Transport) -> int:
     return size
 
 
-def check_block_size(name: str, value: object) -> None:
-    """Raise ValueError unless ``value`` is a power of two that blocks may have."""
-    expected = f"a power of two from {MIN_BLOCK_SIZE} to {MAX_BLOCK_SIZE}"
-    check_whole_number(name, value, expected, MIN_BLOCK_SIZE, MAX_BLOCK_SIZE)
-    if value & (value - 1):  # type: ignore[operator]
-        raise ValueError(f"{name} is {value}; expected {expected}.")
-
-
-AnyBucket = QuantizedBucket | NodeBucket
-
-
 def bucket_kind(options: Quantization) -> type[QuantizedBucket] | type[NodeBucket]:
     """The class of buckets that are averaged among all ranks directly, or on nodes of several ranks."""
     return NodeBucket if options.local_size > 1 else QuantizedBucket
-
-
-def algorithm_of(bucket: AnyBucket | None) -> Callable[[Step], Algorithm[None]]:
-    """The algorithm of a bucket of either class."""
-    return quantized_all_reduce_on_nodes if isinstance(bucket, NodeBucket) else quantized_all_reduce
 
 
 class QuantizationState(HookState):
@@ -178,7 +118,6 @@ class QuantizationState(HookState):
         >>> model.register_comm_hook(state, quantization_hook)
     """
 
-    __module__ = "gradwire.hooks.quantization_hooks"  # the import path, also in pickles
     compiles_early = True
     options: QuantizationOptions
 
@@ -211,23 +150,24 @@ class QuantizationState(HookState):
         return "A pattern in wires or exempt" if has_patterns else None
 
     def make_bucket(
-        self, parameters: Sequence[Tensor], dtype: torch.dtype, names: Sequence[str], transport: Transport
-    ) -> AnyBucket:
-        """A new `QuantizedBucket` or `NodeBucket`; see `HookState.make_bucket`."""
+        self,
+        parameters: Sequence[Tensor],
+        dtype: torch.dtype,
+        names: Sequence[str],
+        transport: Transport,
+        earlier: MemoryByName,
+    ) -> QuantizedBucket | NodeBucket:
+        """A new bucket; see `HookState.make_bucket`."""
         quantization = self.options.quantization(ranks_on_node(self.options.local_size, transport))
-        made = bucket_kind(quantization)(
+        return bucket_kind(quantization)(
             [layout_in_dtype(as_real(parameter), dtype) for parameter in parameters],
             self.options.wire_formats(parameters, names),
             transport,
             quantization,
             names=names,
-            memory=self.memory.own,
+            memory=earlier,
             iteration=self.iter,
         )
-        if isinstance(made, NodeBucket):  # it has taken the errors, and has no views of them
-            for name in names:
-                self.memory.own[ERRORS].pop(name, None)
-        return made
 
     def _keeps(self, entry: str) -> bool:
         """Every parameter has errors, unless error feedback is off."""
@@ -264,7 +204,7 @@ def quantization_hook(state: QuantizationState, bucket: GradBucket) -> torch.fut
 
 @repeatable
 def _quantized(step: Step) -> Algorithm[None]:
-    return algorithm_of(step.memory)(step)
+    return step.memory.all_reduce(step)  # type: ignore[no-any-return]
 
 
 @zero_copy
@@ -322,35 +262,18 @@ def quantized_reduction(
     local_size: int | str,
     settings: HookSettings,
 ) -> Future[torch.Tensor]:
-    """Average a bucket in a format of `WIRE_FORMATS`, with sums in fp32; the future has its result.
-
-    Args:
-        process_group: the ranks to average over; None for the model's.
-        bucket: bucket of either DDP. A sparse gradient is averaged uncompressed.
-        wire: name of the format.
-        block_size: elements that share a scale.
-        local_size: number of ranks on each node, or "auto"; see `QuantizationState`.
-        settings: settings of the hook, which must be equal on all ranks.
-    """
+    """Average a bucket in a format of `WIRE_FORMATS`, with sums in fp32 and without memory; see `QuantizationState`."""
     adapted = Bucket.of(bucket)
     connections = settings.handshake.agree(settings, adapted, process_group)
-    if (future := replayed(settings, adapted, connections, quantized_all_reduce)) is not None:
+    if (future := replayed(settings, adapted, connections, _quantized)) is not None:
         return future
-    quantized = None
-    if not adapted.is_sparse:
-        transport = connections.executor(adapted.device).transport
-        quantized = _quantized_bucket(transport, adapted, wire, block_size, local_size)
-    return reduce_bucket(connections, adapted, algorithm_of(quantized), settings, memory=quantized)
-
-
-def _quantized_bucket(
-    transport: Transport, bucket: Bucket, wire: str, block_size: int, local_size: int | str
-) -> AnyBucket:
-    buckets: dict[object, AnyBucket] = kept_layouts(transport, bucket)
-    n_local = ranks_on_node(local_size, transport)
-    key = (wire, block_size, n_local, bucket.dtype, *bucket.layouts)
+    if adapted.is_sparse:
+        return reduce_bucket(connections, adapted, _quantized, settings)
+    transport = connections.executor(adapted.device).transport
+    buckets, n_local = adapted.kept_layouts(transport), ranks_on_node(local_size, transport)
+    key = (wire, block_size, n_local, adapted.dtype, *adapted.layouts)
     if key not in buckets:
-        formats = [WIRE_FORMATS[wire]] * len(bucket.layouts)
+        formats = [WIRE_FORMATS[wire]] * len(adapted.layouts)
         options = Quantization(block_size=block_size, error_dtype=None, local_size=n_local)
-        buckets[key] = bucket_kind(options)(bucket.real_layouts(), formats, transport, options)
-    return buckets[key]
+        buckets[key] = bucket_kind(options)(adapted.real_layouts(), formats, transport, options)
+    return reduce_bucket(connections, adapted, _quantized, settings, memory=buckets[key])

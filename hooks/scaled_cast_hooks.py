@@ -84,7 +84,7 @@ class ScaledCastState(HookState):
         self._scales: dict[tuple[str, ...], BucketScale] = {}
         # int32[2] as in BucketScale.exponent; the parameters of one bucket share one tensor.
         self._exponents: dict[str, torch.Tensor] = {}
-        self._counters = torch.zeros(4, dtype=torch.int64)
+        self._counters = torch.zeros(4, dtype=torch.int64)  # see `scaled_cast_all_reduce`
         self._n_seen = 0  # saturated elements of earlier runs
         self._has_warned = False  # of saturated elements
         self._saturated: HostCopy | None = None  # their number after an earlier step, on its way to the host
@@ -119,28 +119,21 @@ class ScaledCastState(HookState):
 
     def _begin_step(self) -> None:
         """Begin a step; see `HookState._begin_step`."""
-        self._is_left_open = not self._is_counted
+        self._is_left_open = self.steps.is_open
         super()._begin_step()
         copy = self._saturated
         if copy is not None and not is_capturing(copy.device) and copy.is_there():  # a capture allows no event query
             (total,), self._saturated = copy.read(), None
             if total > self._n_seen:
-                self._warn(int(total) - self._n_seen)
-
-    def _warn(self, saturated: int) -> None:
-        self._has_warned, margin = True, self.options.margin
-        warnings.warn(
-            f"scaled_cast_hook: {saturated} gradient elements saturated on this rank before step {self.iter}, so the "
-            f"means of their steps are too small. margin={margin} lets gradients grow {2**margin}-fold from one step "
-            f"to the next. Raise it, up to {MAX_MARGIN}, or use dtype=torch.bfloat16, which has the range of fp32. "
-            "state.saturated_elements counts further ones, without a warning.",
-            stacklevel=2,
-        )
-
-    def _watch_saturation(self, counters: torch.Tensor) -> None:
-        """Copy the number of saturated elements to the host, where a later step reads it: no step waits for it."""
-        if not self._has_warned and self._saturated is None and not is_capturing(counters.device):
-            self._saturated = HostCopy(counters[1:2])
+                self._has_warned, margin = True, self.options.margin
+                warnings.warn(
+                    f"scaled_cast_hook: {int(total) - self._n_seen} gradient elements saturated on this rank before "
+                    f"step {self.iter}, so the means of their steps are too small. margin={margin} lets gradients grow "
+                    f"{2**margin}-fold from one step to the next. Raise it, up to {MAX_MARGIN}, or use "
+                    "dtype=torch.bfloat16, which has the range of fp32. state.saturated_elements counts further ones, "
+                    "without a warning.",
+                    stacklevel=2,
+                )
 
     def prepare(self, bucket: Bucket, names: tuple[str, ...], group: dist.ProcessGroup) -> "_Place":
         """The bucket as the algorithm sees it; its scale is created on the stream or thread that uses it."""
@@ -160,12 +153,6 @@ class ScaledCastState(HookState):
             self._scales[names] = BucketScale(exponent)
             self._exponents.update(dict.fromkeys(names, exponent))
         return self._scales[names]
-
-    def _counters_on(self, device: torch.device) -> torch.Tensor:
-        """The counters, int64 [4], on ``device``."""
-        if self._counters.device != device:
-            self._counters = self._counters.to(device)
-        return self._counters
 
     def state_dict(self) -> dict[str, Any]:
         """Scales and counters as plain tensors, for ``torch.load(weights_only=True)``.
@@ -287,10 +274,12 @@ def scaled_cast_hook(state: ScaledCastState, bucket: GradBucket) -> torch.future
 
 async def _scaled_cast(state: ScaledCastState, step: Step) -> None:
     device = step.source.table.device
-    scale, counters = state._bucket_scale(step.names, device), state._counters_on(device)
+    scale = state._bucket_scale(step.names, device)
+    counters = state._counters = state._counters.to(device)
     if step.memory.closes_step:
         counters[2] += counters[3]
         counters[3] = 0
     await scaled_cast_all_reduce(step, state.options, scale, counters, step.memory.is_last)
-    if step.memory.is_last:
-        state._watch_saturation(counters)
+    # A later step reads the number on the host: no step waits for it.
+    if step.memory.is_last and not state._has_warned and state._saturated is None and not is_capturing(device):
+        state._saturated = HostCopy(counters[1:2])

@@ -22,7 +22,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from operator import ge
 from pathlib import Path
 from types import coroutine
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -99,17 +99,8 @@ def to_wandb(run: Any, prefix: str = "gradwire/") -> Report:
     return report
 
 
-class Observable(Protocol):
-    """What telemetry reads of a hook state."""
-
-    memory: Any  # a `StateMemory`, or None
-    _step_in_progress: int | None
-
-    def _device_counters(self) -> Mapping[str, Tensor]:
-        """Further totals among the metrics, one element each."""
-
-
 T = TypeVar("T")
+Work = tuple[Gradients, Gradients]  # source and target of an algorithm
 
 
 class Mark:
@@ -175,20 +166,15 @@ def durations(marks: Sequence[Mark]) -> list[float]:
     return [end.milliseconds_since(begin) for begin, end in zip(marks[::2], marks[1::2], strict=False)]
 
 
-Work = tuple[Gradients, Gradients]  # source and target of an algorithm
-
-
 class Telemetry:
-    """The measurements of a hook state; the arguments are those of `HookSettings.observe`."""
+    """The measurements of a hook; ``state`` is its `HookSettings`, the other arguments those of its `observe`."""
 
-    def __init__(self, state: Observable, every: int, exact_every: int, report: Report | None) -> None:
+    def __init__(self, state: Any, every: int, exact_every: int, report: Report | None) -> None:
         self.latest: dict[str, float] = {}  # the metrics of the latest measured step
         self._state = weakref.proxy(state)
-        self._every = every
-        self._exact_every = exact_every
-        self._report = report
+        self._every, self._exact_every, self._report = every, exact_every, report
         self._latest_index: int | None = None  # index of the latest bucket
-        self._n_steps = 0  # steps that have begun
+        self.n_steps = 0  # steps that have begun
         self._agreed_at = 0  # steps before the latest handshake: all ranks count comparisons from there
         self._sample: Sample | None = None  # the current step's
         self._pending: deque[Sample] = deque()
@@ -197,30 +183,30 @@ class Telemetry:
     def __del__(self) -> None:
         self.close()
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether a step has begun."""
-        return self._n_steps > 0
-
     def settings(self) -> dict[str, object]:
         """Options that must be equal on all ranks: comparisons with the exact mean are collectives."""
         return {"exact_every of observe()": self._exact_every}
 
     def agreed(self) -> None:
         """Count the steps of ``exact_every`` from here. All ranks call it at the same bucket, with equal `settings`."""
-        self._agreed_at = self._n_steps
+        self._agreed_at = self.n_steps
 
-    def sample(self, index: int) -> Sample | None:
-        """The measurements of the current step, after the report of the previous ones."""
+    def sample(self, index: int, n_before: int | None) -> Sample | None:
+        """The measurements of the current step, after the report of the previous ones.
+
+        ``index`` is that of a bucket, ``n_before`` the number of steps before this one; None if the hook counts none.
+        """
         latest, self._latest_index = self._latest_index, index
         if latest is None or index <= latest:  # the buckets of a step come in the order of their indices
             self.flush()
             self._drop_incomplete()
-            self._n_steps += 1
-            n = self._n_steps
+            self.n_steps += 1
+            n = self.n_steps
             is_exact = self._exact_every > 0 and (n - self._agreed_at) % self._exact_every == 0
             is_measured = is_exact or n % self._every == 0
-            self._sample = Sample(self._state._step_in_progress or n, is_exact, self._state) if is_measured else None
+            self._sample = (
+                Sample(n if n_before is None else n_before + 1, is_exact, self._state) if is_measured else None
+            )
             if self._sample is not None:
                 self._pending.append(self._sample)
         return self._sample
@@ -261,7 +247,7 @@ class Telemetry:
 class Sample:
     """The measurements of one step: a hook's buckets add to it in turn, in their order."""
 
-    def __init__(self, step: int, is_exact: bool, state: Observable) -> None:
+    def __init__(self, step: int, is_exact: bool, state: Any) -> None:
         self.is_complete = False  # whether the last bucket has added its measurements
         self._step = step
         self._is_exact = is_exact  # whether to exchange the exact mean, too, and compare

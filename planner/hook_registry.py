@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks as torch_debugging_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_default_hooks
 
-from gradwire.hooks._bucket import CommHook
+from gradwire.hooks._decorators import CommHook
 from gradwire.hooks.debugging_hooks import noop_hook
 from gradwire.hooks.default_hooks import CastState, allreduce_hook, bf16_compress_hook, fp16_compress_hook
 from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook

@@ -12,7 +12,8 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from gradwire.comm.torch_internals import queue_callback
-from gradwire.hooks._bucket import GradBucket, zero_copy
+from gradwire.hooks._bucket import GradBucket
+from gradwire.hooks._decorators import zero_copy
 from gradwire.hooks._names import parameter_names
 from gradwire.hooks.debugging_hooks import noop_hook
 from gradwire.hooks.telemetry import Mark

@@ -26,9 +26,11 @@ from gradwire.comm.stream_executor import Handle
 from gradwire.comm.torch_internals import NO_BACKWARD, current_backward, profiler_range, queue_callback
 from gradwire.comm.transport import clear_frames, wait_for
 from gradwire.compress import Step, cast_all_reduce, repeatable
-from gradwire.hooks._bucket import is_gradwire_hook, is_zero_copy, reduce_bucket
+from gradwire.hooks._decorators import is_gradwire_hook, is_zero_copy
 from gradwire.hooks._plans import Plans
-from gradwire.hooks.hook_state import HookState, check_pairing, in_group, settings_of
+from gradwire.hooks._reduction import reduce_bucket
+from gradwire.hooks._settings import check_pairing, in_group, settings_of
+from gradwire.hooks.hook_state import HookState
 from gradwire.kernels import is_capturing
 from gradwire.reducer import bucketing, errors, torch_internals
 from gradwire.reducer.bucket import DelayedGradients, DenseBucket, ReducerBucket, TakeBack

@@ -14,7 +14,8 @@ from gradwire.comm import Transport, connections_of
 from gradwire.comm.connections import has_streams
 from gradwire.comm.transport import wait_for
 from gradwire.compress import Gradients
-from gradwire.hooks._bucket import Bucket, BucketWork, CommHook, is_zero_copy
+from gradwire.hooks._bucket import Bucket, BucketWork
+from gradwire.hooks._decorators import CommHook, is_zero_copy
 from gradwire.hooks._names import plain_name
 from gradwire.hooks.hook_state import HookState
 from gradwire.kernels import SegmentTable

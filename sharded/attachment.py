@@ -12,9 +12,10 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from gradwire.hooks._bucket import CommHook
+from gradwire.hooks._decorators import CommHook
 from gradwire.hooks._names import check_patterns
-from gradwire.hooks.hook_state import HookSettings, HookState, check_pairing, in_group, option_values
+from gradwire.hooks._settings import HookSettings, check_pairing, in_group
+from gradwire.hooks.hook_state import HookState, option_values
 from gradwire.kernels import WIRE_FORMATS
 from gradwire.sharded import checkpoint
 from gradwire.sharded.all_reduce import ReplicaGroup, ShardBucket

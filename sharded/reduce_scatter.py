@@ -13,16 +13,15 @@ from torch import Tensor
 
 from gradwire.comm import Task, Transport, connections_of
 from gradwire.comm.transport import wait_for
-from gradwire.compress import ScatterBucket, quantized_reduce_scatter
+from gradwire.compress import ScatterBucket, WirePolicy, quantized_reduce_scatter
 from gradwire.compress.policy import exempt_format
-from gradwire.hooks.quantization_hooks import BlockOptions
 from gradwire.kernels import WIRE_FORMATS
 from gradwire.sharded.exchange import ShardedExchange, described
 from gradwire.sharded.torch_internals import ParameterGroup
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReduceScatterOptions(BlockOptions):
+class ReduceScatterOptions(WirePolicy):
     """How `attach` quantizes the reduce-scatter of FSDP2 with ``within``.
 
     Args:

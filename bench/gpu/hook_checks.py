@@ -35,9 +35,11 @@ from gradwire.comm import connections_of
 from gradwire.comm.stream_executor import StreamExecutor
 from gradwire.compress import Step
 from gradwire.hooks import _plans, default_hooks
-from gradwire.hooks._bucket import Bucket, GradBucket, reduce_bucket, zero_copy
+from gradwire.hooks._bucket import Bucket, GradBucket
+from gradwire.hooks._decorators import zero_copy
 from gradwire.hooks._plans import WARM_UP_STEPS
-from gradwire.hooks.hook_state import settings_of
+from gradwire.hooks._reduction import reduce_bucket
+from gradwire.hooks._settings import settings_of
 from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook

@@ -11,8 +11,9 @@ import gradwire
 from gradwire.comm import connections_of
 from gradwire.comm.connections import Connections
 from gradwire.hooks import default_hooks
-from gradwire.hooks._bucket import Bucket, reduce_bucket
-from gradwire.hooks.hook_state import settings_of
+from gradwire.hooks._bucket import Bucket
+from gradwire.hooks._reduction import reduce_bucket
+from gradwire.hooks._settings import settings_of
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
 from tests.support.features import FEATURES, Parts, wrap
 from tests.support.ranks import from_all_ranks, on_ranks

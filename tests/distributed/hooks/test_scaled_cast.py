@@ -239,7 +239,7 @@ def counts_around_resynchronization(from_rank):
     state = register(ddp, (ScaledCastState(), scaled_cast_hook))
     ddp(torch.ones(5)).backward()
     rank = dist.get_rank()
-    state._counters_on(torch.device("cpu")).copy_(torch.tensor([10 + rank, 20 + rank, 30 + rank, 1]))
+    state._counters.copy_(torch.tensor([10 + rank, 20 + rank, 30 + rank, 1]))
     seen = []
     for action in (lambda: None, lambda: ddp.resynchronize(from_rank), lambda: ddp(torch.ones(5)).backward()):
         action()

@@ -40,7 +40,7 @@ def change_factor(ddp, state):
 
 
 def change_step_count(ddp, state):
-    state._iter += 1
+    state.steps.ended += 1
     return "hook state, iter"
 
 

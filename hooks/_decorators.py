@@ -1,0 +1,94 @@
+"""Decorators of hooks: `ddp_hook` checks the arguments, `zero_copy` marks a hook that needs no flat buffer."""
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch.futures import Future
+
+from gradwire.hooks._bucket import GradBucket
+
+CommHook = Callable[[Any, GradBucket], Future[torch.Tensor]]
+Hook = TypeVar("Hook", bound=Callable[..., object])
+
+# Not attributes of the hook: functools.wraps would copy them to a user's wrapper, which expects flat buffers.
+_zero_copy_hooks: weakref.WeakSet[Callable[..., object]] = weakref.WeakSet()
+_gradwire_hooks: weakref.WeakSet[Callable[..., object]] = weakref.WeakSet()
+
+
+def zero_copy(hook: Hook) -> Hook:
+    """Mark a hook as zero-copy: it gets its gradients from `Bucket.work`, so they need not be in a flat buffer."""
+    _zero_copy_hooks.add(hook)
+    return hook
+
+
+def is_zero_copy(hook: Callable[..., object]) -> bool:
+    """Whether ``hook`` is marked by `zero_copy`."""
+    return any(marked is hook for marked in _zero_copy_hooks)  # a hook need not be hashable
+
+
+def described(value: object) -> str:
+    """A value for an error message: short values in full, others by type."""
+    if value is None or isinstance(value, str | int | float):
+        return repr(value)
+    return f"an object of type {type(value).__qualname__}"
+
+
+def check_process_group(value: object, argument: str = "process_group") -> None:
+    """Raise TypeError unless ``value`` is a process group or None."""
+    if value is not None and not isinstance(value, dist.ProcessGroup):
+        raise TypeError(
+            f"{argument} is {described(value)}; expected a torch.distributed.ProcessGroup, as dist.new_group() returns "
+            "it, or None for the model's process group."
+        )
+
+
+def _check_state(hook_name: str, state: object, kinds: tuple[type, ...]) -> None:
+    if dist.ProcessGroup in kinds:
+        check_process_group(state, f"The state of {hook_name}")
+        return
+    kind = kinds[0]
+    # PyTorch has some of gradwire's names, too.
+    what = f"{'a gradwire' if kind.__module__.startswith('gradwire.') else 'an instance of'} {kind.__name__}"
+    raise TypeError(
+        f"The state of {hook_name} is {described(state)}; expected {what}: "
+        f"model.register_comm_hook({kind.__name__}(process_group), {hook_name})."
+    )
+
+
+def ddp_hook(*kinds: type) -> Callable[[Hook], Hook]:
+    """Decorate a hook: raise TypeError for a state of another class than ``kinds``, or without a bucket.
+
+    Without ``kinds``, any state is accepted. With ``ProcessGroup`` among them, None is accepted, too.
+    """
+
+    def decorate(hook: Hook) -> Hook:
+        names = list(inspect.signature(hook).parameters)
+
+        @functools.wraps(hook)
+        def checked(*arguments: Any, **named: Any) -> Any:
+            state = arguments[0] if arguments else named.get(names[0])
+            if kinds and not isinstance(state, kinds):
+                _check_state(checked.__name__, state, kinds)
+            bucket = arguments[1] if len(arguments) > 1 else named.get("bucket")
+            if len(arguments) > len(names) or not (hasattr(bucket, "buffer") and hasattr(bucket, "parameters")):
+                raise TypeError(
+                    f"{checked.__name__} was called with {described(bucket)} in place of a bucket of gradients. It is "
+                    "a communication hook for DistributedDataParallel, of PyTorch or of gradwire; neither "
+                    "FullyShardedDataParallel nor compiled autograd's Python reducer can call it."
+                )
+            return hook(*arguments, **named)
+
+        _gradwire_hooks.add(checked)
+        return cast("Hook", checked)
+
+    return decorate
+
+
+def is_gradwire_hook(hook: Callable[..., Any]) -> bool:
+    """Whether ``hook`` is one of gradwire's, a 16-bit wrapper included."""
+    return any(each is hook for each in _gradwire_hooks)  # a hook need not be hashable
