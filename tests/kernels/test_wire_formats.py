@@ -56,17 +56,36 @@ def test_scale_of_zeros_is_zero_and_of_non_finite_blocks_nan():
         scales = wire.scales(blocks, torch.full((4,), 32))
         assert scales[0] == 0
         assert scales[1:3].isnan().all()
-        assert scales[3] == (0 if wire.kind == "signs" else MIN_SCALE)  # 1e-45 / 32 is 0
+        assert scales[3] == MIN_SCALE
 
 
+@pytest.mark.parametrize("exponent", [0.5, 1, 3], ids=["light", "normal", "heavy"])
 @pytest.mark.parametrize("count", [1, 5, 31, 32])
-def test_scale_of_sign_blocks_is_the_mean_over_present_elements(count):
+def test_scale_of_signs_has_a_gain_of_1_up_to_twice_the_mean(count, exponent):
     blocks = torch.zeros(100, 32)
-    blocks[:, :count] = torch.randn(100, count)
+    normal = torch.randn(100, count)
+    blocks[:, :count] = normal.sign() * normal.abs() ** exponent
     scales = WIRE_FORMATS["sign"].scales(blocks, torch.full((100,), count))
-    mean = blocks.double().abs().sum(1, keepdim=True) / count
-    assert (scales >= mean * (1 - 2.0**-20)).all()
-    assert (scales <= mean * (1 + 2.0**-7 + 2.0**-20)).all()
+    magnitudes = blocks.double().abs()
+    total, squares = magnitudes.sum(1, keepdim=True), magnitudes.square().sum(1, keepdim=True)
+    matched, bound = squares / total, 2 * total / count
+    assert (scales <= torch.minimum(matched * (1 + 2.0**-6), bound)).all()
+    assert (scales >= torch.minimum(matched, bound) * (1 - 2.0**-6)).all()
+    assert exponent < 3 or count == 1 or (matched > bound).any(), "some blocks reach the bound"
+
+
+@PROPERTY
+@given(
+    block=st.lists(st.floats(-(2.0**60), 2.0**60, width=32), min_size=32, max_size=32),
+    scale=st.sampled_from([2.0**-60, 1.0, 2.0**60]),
+)
+@example(block=[1.0] + 31 * [2.0**-15], scale=1.0)
+@example(block=[1.0] + 31 * [1 / 31], scale=1.0)
+def test_errors_of_signs_are_no_larger_than_the_block(block, scale):
+    blocks = torch.tensor([block]) * scale
+    error = blocks.double() - round_trip(WIRE_FORMATS["sign"], blocks).double()
+    smallest = 32**0.5 * MIN_SCALE  # the error of a block whose scale was raised to the smallest
+    assert error.norm() <= max(blocks.double().norm() * (1 + 2.0**-22), smallest)
 
 
 def test_planes_hold_elements_at_a_distance_of_a_part_of_the_block():
@@ -149,8 +168,7 @@ def test_format_decodes_what_it_encodes_or_is_refused(bits, levels, kind, dtype,
         eps = torch.finfo(torch.float8_e4m3fn if kind is Float8 else dtype).eps
         assert (error <= eps / 2 * blocks.abs() + largest * 2.0**-18).all()
     elif kind is Signs:
-        mean = blocks.abs().mean(1, keepdim=True)
-        assert (error <= (blocks.abs() - mean).abs() + mean * 2.0**-7).all()
+        assert (error.norm(dim=1) <= blocks.norm(dim=1)).all()
     else:  # half a distance of the grid, relative to the scale, which is rounded up to bf16
         assert (error <= wire.spacing / 2 * largest / levels * (1 + 2.0**-7)).all()
 
