@@ -177,12 +177,13 @@ def _round_scales(work: Work, found: Tensor, levels: int) -> tuple[Tensor, Tenso
 def _encode_integers(work: Work, values: Tensor, scales: Tensor, payload: Tensor, pending: Tensor | None) -> bool:
     """Encode to integers of two bits or more."""
     wire, n = work.wire, len(values)
-    codes = torch.abs(values, out=work.codes[:n])
-    rounded = _round_scales(work, torch.amax(codes, 1, keepdim=True, out=work.found[:n]), wire.levels)
+    top, bottom = torch.amax(values, 1, keepdim=True), torch.amin(values, 1, keepdim=True).neg_()
+    rounded = _round_scales(work, torch.maximum(top, bottom, out=work.found[:n]), wire.levels)
     if rounded is None:
         return False
-    scale, inverse = rounded
-    torch.mul(values, inverse, out=codes).round_()
+    sign = torch.where(top > bottom, -1.0, 1.0)
+    scale, inverse = (number.mul_(sign) for number in rounded)
+    codes = torch.mul(values, inverse, out=work.codes[:n]).round_().clamp_(max=wire.levels - 1)
     if pending is not None:
         torch.addcmul(values, codes, scale, value=-1, out=pending)
     scales.copy_(scale.view(-1))

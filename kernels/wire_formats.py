@@ -1,24 +1,28 @@
 """Wire formats: how a block of fp32 numbers becomes bytes.
 
     kind                scale s            code of an element x                                      decoded
-    integers            absmax / levels    q + 2^(bits - 1), q = rint(x * (1 / s)), |q| <= levels    s * q
-    integers of 8 bits  absmax / levels    q, in two's complement                                    s * q
+    integers            -top / levels      q + levels, q = rint(x * (1 / s)), -levels <= q < levels  s * q
+    integers of 8 bits  -top / levels      q, in two's complement                                    s * q
     odd integers        absmax / levels    (q + levels) / 2, q the nearest odd number to x * (1 / s) s * q
     signs               see below          x >= 0                                                    +-s
     e4m3fn              absmax / 448       x * (1 / s) in e4m3fn, rounded to nearest even            s * q
     floats              none               x, saturated at the format's largest number               x
 
-Scales travel in bf16, which has the range of fp32. A scale is rounded up, so no element exceeds the levels by more than
-rounding. It is raised to 2^-126, so that 1 / s is finite, and lowered to a number whose product with the levels is
-finite; an element beyond the levels then saturates. A block of zeros has the scale 0. A block with an inf or a NaN has
-the scale NaN and decodes to NaN. Formats without scales pass inf and NaN through.
+Scales travel in bf16, which has the range of fp32. A scale is rounded away from 0, so no element exceeds the levels by
+more than rounding. Its magnitude is raised to 2^-126, so that 1 / s is finite, and lowered to a number whose product
+with the levels is finite; an element beyond the levels then saturates. A block of zeros has the scale 0. A block with
+an inf or a NaN has the scale NaN and decodes to NaN. Formats without scales pass inf and NaN through.
 
-In integers, s * q has 8 + 7 significant bits at most and is therefore exact in fp32, and so is x - s * q,
+`top` is the element of the largest magnitude, the negative one of two, so that it becomes -levels: all codes of two's
+complement are in use, and the scale's sign is where the block needs more room. An element of the other sign that rounds
+to +levels becomes levels - 1. int4 has a quarter less squared error than with -7 .. 7 (docs/log/quantization.md).
+
+In integers, s * q has 8 + 8 significant bits at most and is therefore exact in fp32, and so is x - s * q,
 because s * q is 0 or within a factor of two of x. What was sent plus the error is x to the bit.
 
-int2 and sign have no zero, and sign saturates. Its scale is sum(x^2) / sum(|x|), at most 2 mean(|x|). Without the bound,
-the *gain* <Q(x), x> / <x, x> of every block is 1: on average, error feedback sends nothing late. The bound keeps the
-error no larger than the block, |x - Q(x)|^2 = |x|^2 + n s (s - 2 mean(|x|)), which error feedback needs. A scale of
+int2 and sign have no zero, and sign saturates. Its scale is sum(x^2) / sum(|x|), at most 2 mean(|x|). Without the
+bound, the *gain* <Q(x), x> / <x, x> of every block is 1: on average, error feedback sends nothing late. The bound keeps
+the error no larger than the block, |x - Q(x)|^2 = |x|^2 + n s (s - 2 mean(|x|)), which error feedback needs. A scale of
 mean(|x|) has the smallest error, but a gain of 0.64 on normal numbers, and trainings take more than twice the steps.
 For the same reason, int2 does not saturate: with a scale of 2/3 mean(|x|), its error would be 0.35 instead of 0.51, but
 its gain 0.88 (docs/log/quantization.md).
@@ -146,7 +150,7 @@ class WireFormat:
         """
         scales = self.scales(blocks, counts)
         valid = torch.where(scales.isnan(), 0.0, blocks)  # the scale alone carries the NaN: codes have none
-        inverse = torch.where(scales > 0, scales.reciprocal(), 0.0)
+        inverse = torch.where(scales.abs() > 0, scales.reciprocal(), 0.0)
         payload = self.payload(valid, (valid * inverse).clamp(-self.levels, self.levels))
         # By their bits: the conversion of NaN to bf16 differs between devices.
         return (scales.view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16), payload
@@ -189,23 +193,27 @@ class WireFormat:
 
 
 class Integers(WireFormat):
-    """Integers from -levels to levels, with a code for 0."""
+    """Integers from -levels to levels - 1."""
 
     kind = "integers"
     packed_bits = (2, 4, 8)
 
     def _check(self) -> None:
-        largest = (1 << self.bits - 1) - 1
-        expected = f"1 to {largest}, the largest integer of {self.bits} bits"
-        self._expect("levels", self.levels in range(1, largest + 1), expected)
+        half = 1 << self.bits - 1
+        self._expect("levels", self.levels == half, f"{half}, half the integers of {self.bits} bits")
 
     @cached_property
     def offset(self) -> int:
         """The number added to an integer to make its code: 0 in int8, whose codes are in two's complement."""
-        return 0 if self.bits == 8 else 1 << self.bits - 1
+        return 0 if self.bits == 8 else self.levels
+
+    def scales(self, blocks: Tensor, counts: Tensor) -> Tensor:  # noqa: D102
+        scales = super().scales(blocks, counts)
+        has_no_negative_one = blocks.amax(1, keepdim=True) > -blocks.amin(1, keepdim=True)
+        return torch.where(has_no_negative_one & scales.isfinite(), -scales, scales)
 
     def payload(self, valid: Tensor, scaled: Tensor) -> Tensor:  # noqa: D102
-        return pack(scaled.round().to(torch.int32) + self.offset, self.bits)
+        return pack(scaled.round().clamp(max=self.levels - 1).to(torch.int32) + self.offset, self.bits)
 
     def numbers(self, payload: Tensor) -> Tensor:  # noqa: D102
         codes = unpack(payload, self.bits) if self.offset > 0 else payload.view(torch.int8)
@@ -307,9 +315,9 @@ class Floats(WireFormat):
 
 
 _FORMATS: tuple[WireFormat, ...] = (
-    Integers("int8", 8, levels=127),
+    Integers("int8", 8, levels=128),
     Float8("fp8_e4m3", 8, levels=448),
-    Integers("int4", 4, levels=7),
+    Integers("int4", 4, levels=8),
     OddIntegers("int2", 2, levels=3),
     Signs("sign", 1, levels=1),
     Floats("bf16", 16, dtype=torch.bfloat16),

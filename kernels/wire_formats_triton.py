@@ -153,7 +153,7 @@ def _round_scale(largest, quotient, FORMAT: tl.constexpr):
 @triton.jit
 def _inverse(scale):
     """1 / scale, or 0: one division for the block and a product for each element, because divisions are slow."""
-    return tl.where(scale > 0, tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale), 0.0)
+    return tl.where(tl.abs(scale) > 0, tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale), 0.0)
 
 
 @triton.jit
@@ -180,7 +180,11 @@ def _block_scales(
         quotient = unit * tl.minimum(matched, (tl.div_rn(total, numbers) - 0.5) * 1.984375)
     else:
         quotient = tl.div_rn(largest, tl.full((N,), FORMAT.levels, tl.float32))
-    return _round_scale(largest, quotient, FORMAT)
+    scale = _round_scale(largest, quotient, FORMAT)
+    if FORMAT.kind == "integers":
+        # The largest element becomes -levels: the scale is negative if no negative one is as large.
+        scale = tl.where((tl.min(values, axis=1) > -largest) & (largest < float("inf")), -scale, scale)
+    return scale
 
 
 @triton.jit
@@ -236,7 +240,7 @@ def encode_blocks(
                 codes = code.to(tl.int32)
                 q = 2.0 * code - limit
             elif FORMAT.kind == "integers":
-                q = _round(scaled)
+                q = tl.minimum(_round(scaled), limit - 1)
                 codes = q.to(tl.int32) + FORMAT.offset
             else:
                 tl.static_assert(FORMAT.kind == "e4m3fn")

@@ -118,6 +118,8 @@ def all_reduces() -> list[SimulatedAllReduce]:
 def check(simulated: SimulatedAllReduce, world_size: int) -> None:
     """Raise RuntimeError unless the mean of equal gradients on the grid of the format is exact."""
     gradient = max(simulated.wire.levels, 1) * (2.0 * torch.randint(2, (NUMEL,)) - 1)
+    if simulated.wire.kind == "integers":
+        gradient.clamp_(max=simulated.wire.levels - 1)
     if simulated.wire.spacing == 2:
         gradient[torch.arange(NUMEL) % 4 > 0] /= simulated.wire.levels
     mean = simulated.start(simulated.wire, world_size, [gradient.shape])([[gradient]] * world_size)
