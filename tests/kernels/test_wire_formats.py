@@ -121,18 +121,15 @@ def gain(wire, blocks):
     return ((round_trip(wire, blocks).double() * x).sum() / x.square().sum()).item()
 
 
-@pytest.mark.parametrize("kind", KINDS_OF_GRADIENTS)
 @pytest.mark.parametrize("wire", WIRE_FORMATS.values(), ids=WIRE_FORMATS)
-def test_gain_is_1_within_3_percent(wire, kind):
-    found = gain(wire, gradient_like(kind, (4096, 64), 1))
-    if wire.kind == "signs" and kind not in ("normal", "uniform", "constant"):
-        # The bound on the scale holds most blocks of these back: their largest elements go on over several steps.
-        assert 0.15 < found < 1.03
-    elif wire.kind == "odd integers" and kind not in ("normal", "sparse", "constant"):
-        # Without a zero, small elements are sent as a third of the largest.
-        assert 0.97 < found < 1.3
-    else:
-        assert found == pytest.approx(1, abs=0.03)
+def test_gain_is_1_within_3_percent(wire):
+    for kind in KINDS_OF_GRADIENTS:
+        least, most = 0.97, 1.03
+        if wire.kind == "signs" and kind not in ("normal", "uniform", "constant"):
+            least = 0.15  # the bound on the scale holds the largest elements back: they take several steps
+        if wire.kind == "odd integers" and kind not in ("normal", "sparse", "constant"):
+            most = 1.3  # without a zero, small elements are sent as a third of the largest
+        assert least < gain(wire, gradient_like(kind, (4096, 64), 1)) < most, kind
 
 
 @pytest.mark.parametrize(
@@ -216,7 +213,7 @@ KINDS = [Integers, OddIntegers, Signs, Float8, Floats]
 )
 @example(bits=3, levels=3, kind=Integers, dtype=torch.uint8, block_size=64)
 @example(bits=4, levels=8, kind=Integers, dtype=torch.uint8, block_size=64)
-@example(bits=4, levels=7, kind=Integers, dtype=torch.uint8, block_size=64)
+@example(bits=4, levels=16, kind=Integers, dtype=torch.uint8, block_size=64)
 @example(bits=2, levels=2, kind=Integers, dtype=torch.uint8, block_size=64)
 @example(bits=4, levels=15, kind=OddIntegers, dtype=torch.uint8, block_size=64)
 @example(bits=8, levels=448, kind=Float8, dtype=torch.uint8, block_size=64)
