@@ -51,20 +51,23 @@ def quantization_hook(state, bucket):
 
 
 def quantize(x, bits):
-    """Round x [..., blocks * 64] to bytes [..., blocks, n]: codes from -L to L, and their scale max |x| / L in bf16."""
-    largest, per_byte = 2 ** (bits - 1) - 1, 8 // bits  # L is 7 or 127
+    """Round x [..., blocks * 64] to bytes [..., blocks, n]: codes from -L to L - 1, and a scale in bf16.
+
+    The scale is negative if the largest element is positive, so that this element has the code -L.
+    """
+    half, per_byte = 2 ** (bits - 1), 8 // bits  # L is 8 or 128
     blocks = x.unflatten(-1, (-1, BLOCK))
-    scales = (blocks.abs().amax(-1, keepdim=True) / largest).bfloat16()
-    codes = (blocks / scales.float().clamp(min=1e-30)).round().clamp(-largest, largest).long() + largest
+    scales = (-blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True)) / half).bfloat16()
+    codes = (blocks / torch.where(scales == 0, 1, scales.float())).round().clamp(-half, half - 1).long() + half
     packed = (codes.unflatten(-1, (-1, per_byte)) << bits * torch.arange(per_byte, device=x.device)).sum(-1)
     return torch.cat([packed.byte(), scales.view(torch.uint8)], -1)
 
 
 def dequantize(message, bits):
     """The numbers [..., blocks * 64] that the bytes of `quantize` stand for: codes times scales, in fp32."""
-    largest, per_byte = 2 ** (bits - 1) - 1, 8 // bits
+    half, per_byte = 2 ** (bits - 1), 8 // bits
     packed, scales = message[..., :-2, None].long(), message[..., -2:].contiguous().view(torch.bfloat16)
-    codes = (packed >> bits * torch.arange(per_byte, device=message.device)) % 2**bits - largest
+    codes = (packed >> bits * torch.arange(per_byte, device=message.device)) % 2**bits - half
     return (codes.flatten(-2) * scales.float()).flatten(-2)
 
 

@@ -15,7 +15,7 @@ A message needs no flag: a scale that is NaN, or an element that is not finite, 
 `reduce_quantized` then raises the flag in the header of its result, which all ranks receive, and `commit_errors` leaves
 the error memories of all ranks as they were.
 
-The error of an element of an integer format is at most
+The error of an element of an integer format that does not saturate is at most
 
     |x - s q| <= s / 2 * (1 + levels * 2^-20)
 

@@ -5,7 +5,7 @@ codes is added to the byte. Unpacking moves each plane to the top of its byte, e
 conversion from int8 extends its sign; the factor 2^(8 - bits) is divided out with the scale. All products are exact, so
 fused multiply-adds, which vectorized loops contain and others do not, change nothing.
 
-Other cases call the reference, run by run: fp8, an error memory in bf16, means of partial blocks,
+Other cases call the reference, run by run: fp8, an error memory in bf16, signs of partial blocks,
 and elements that are not finite or too large for their scale.
 """
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from gradwire.kernels.block_table import HEADER_BYTES, MIN_BLOCK_SIZE, RUN_NUMEL, BlockTable, Section
 from gradwire.kernels.layouts import memory_order
 from gradwire.kernels.segment_table import Run
-from gradwire.kernels.wire_formats import MIN_SCALE, Rounding, WireFormat, encode_with_errors
+from gradwire.kernels.wire_formats import MIN_SCALE, Rounding, Signs, WireFormat, encode_with_errors
 
 
 class Scratch(threading.local):
@@ -78,7 +78,7 @@ class Work:
         tiles: the runs of the section's table.
         shards: the blocks of each cell that this rank has reduced, by cell; see `shard`.
         codes, decoded: fp32 [n, block_size], for the longest run, next to the values. All sections share this memory.
-        found, scales, inverses: fp32 [n, 1]: absmax or mean, scale and its reciprocal.
+        found, scales, inverses: fp32 [n, 1]: absmax, scale and its reciprocal.
         encode: the format's encoder; None: the reference.
         encodes_partial: whether it encodes blocks with missing elements.
         decode: the format's decoder.
@@ -154,18 +154,18 @@ def _encode_by_reference(
 # The encoders below return False, with nothing done, if an element is not finite or a block is out of the ordinary.
 
 
-def _round_scales(work: Work, found: Tensor) -> tuple[Tensor, Tensor] | None:
-    """The scales of blocks and their inverses, in scratch; None if one is not finite, or near the largest scale."""
+def _round_scales(work: Work, found: Tensor, levels: int) -> tuple[Tensor, Tensor] | None:
+    """``found / levels`` as scales, and their inverses, in scratch; None if one is not finite or near the largest."""
     wire, n = work.wire, len(found)
     scale, inverse = work.scales[:n], work.inverses[:n]
     low, high = torch.aminmax(found)
     smallest, largest = low.item(), high.item()
     # Above this bound, the scale may be lowered and elements saturate. NaN fails the comparison.
-    if not largest < wire.max_scale * wire.levels * 0.99:
+    if not largest < wire.max_scale * levels * 0.99:
         return None
-    torch.div(found, wire.levels, out=scale)
+    torch.div(found, levels, out=scale)
     scale.view(torch.int32).add_(0xFFFF).bitwise_and_(-0x10000)
-    if smallest < MIN_SCALE * 2 * wire.levels:
+    if smallest < MIN_SCALE * 2 * levels:
         scale.clamp_(min=MIN_SCALE)
     torch.reciprocal(scale, out=inverse)
     if smallest == 0:
@@ -177,12 +177,13 @@ def _round_scales(work: Work, found: Tensor) -> tuple[Tensor, Tensor] | None:
 def _encode_integers(work: Work, values: Tensor, scales: Tensor, payload: Tensor, pending: Tensor | None) -> bool:
     """Encode to integers of two bits or more."""
     wire, n = work.wire, len(values)
-    codes = torch.abs(values, out=work.codes[:n])
-    rounded = _round_scales(work, torch.amax(codes, 1, keepdim=True, out=work.found[:n]))
+    top, bottom = torch.amax(values, 1, keepdim=True), torch.amin(values, 1, keepdim=True).neg_()
+    rounded = _round_scales(work, torch.maximum(top, bottom, out=work.found[:n]), wire.levels)
     if rounded is None:
         return False
-    scale, inverse = rounded
-    torch.mul(values, inverse, out=codes).round_()
+    sign = torch.where(top > bottom, -1.0, 1.0)
+    scale, inverse = (number.mul_(sign) for number in rounded)
+    codes = torch.mul(values, inverse, out=work.codes[:n]).round_().clamp_(max=wire.levels - 1)
     if pending is not None:
         torch.addcmul(values, codes, scale, value=-1, out=pending)
     scales.copy_(scale.view(-1))
@@ -194,7 +195,7 @@ def _encode_odd(work: Work, values: Tensor, scales: Tensor, payload: Tensor, pen
     """Encode whole blocks to odd numbers."""
     wire, n = work.wire, len(values)
     codes = torch.abs(values, out=work.codes[:n])
-    rounded = _round_scales(work, torch.amax(codes, 1, keepdim=True, out=work.found[:n]))
+    rounded = _round_scales(work, torch.amax(codes, 1, keepdim=True, out=work.found[:n]), wire.levels)
     if rounded is None:
         return False
     scale, inverse = rounded
@@ -223,15 +224,17 @@ def _pack(wire: WireFormat, numbers: Tensor, payload: Tensor) -> None:
 
 def _encode_signs(work: Work, values: Tensor, scales: Tensor, payload: Tensor, pending: Tensor | None) -> bool:
     """Encode whole blocks to signs."""
-    n, half = values.shape
-    folded = torch.abs(values, out=work.codes[:n]).mul_(1 / half)
-    while half > 1:
-        half //= 2
-        folded[:, :half] += folded[:, half : 2 * half]
-    rounded = _round_scales(work, work.found[:n].copy_(folded[:, :1]))
+    n, block_size = values.shape
+    multiples = torch.abs(values, out=work.codes[:n])
+    largest = torch.amax(multiples, 1, keepdim=True, out=work.found[:n])
+    rounded = _round_scales(work, largest, levels=1 << 14)
     if rounded is None:
         return False
-    scale, _ = rounded
+    unit, inverse = rounded
+    total = multiples.mul_(inverse).round_().sum(1, keepdim=True)
+    squares = multiples.mul_(2.0**-7).round_().square_().sum(1, keepdim=True)
+    units = Signs.units(total, squares, torch.full_like(total, block_size))
+    scale = work.wire.round_scale(largest, unit * units)
     positive = values >= 0
     if pending is not None:
         torch.sub(values, torch.where(positive, scale, -scale, out=work.codes[:n]), out=pending)

@@ -1,30 +1,37 @@
 """Wire formats: how a block of fp32 numbers becomes bytes.
 
     kind                scale s            code of an element x                                      decoded
-    integers            absmax / levels    q + 2^(bits - 1), q = rint(x * (1 / s)), |q| <= levels    s * q
-    integers of 8 bits  absmax / levels    q, in two's complement                                    s * q
+    integers            -top / levels      q + levels, q = rint(x * (1 / s)), -levels <= q < levels  s * q
+    integers of 8 bits  -top / levels      q, in two's complement                                    s * q
     odd integers        absmax / levels    (q + levels) / 2, q the nearest odd number to x * (1 / s) s * q
-    signs               mean of |x|        x >= 0                                                    +-s
+    signs               see below          x >= 0                                                    +-s
     e4m3fn              absmax / 448       x * (1 / s) in e4m3fn, rounded to nearest even            s * q
     floats              none               x, saturated at the format's largest number               x
 
-Scales travel in bf16, which has the range of fp32. A scale is rounded up, so no element exceeds the levels by more than
-rounding. It is raised to 2^-126, so that 1 / s is finite, and lowered to a number whose product with the levels is
-finite; an element beyond the levels then saturates. A block of zeros has the scale 0. A block with an inf or a NaN has
-the scale NaN and decodes to NaN. Formats without scales pass inf and NaN through.
+Scales travel in bf16, which has the range of fp32. A scale is rounded away from 0, so no element exceeds the levels by
+more than rounding. Its magnitude is raised to 2^-126, so that 1 / s is finite, and lowered to a number whose product
+with the levels is finite; an element beyond the levels then saturates. A block of zeros has the scale 0. A block with
+an inf or a NaN has the scale NaN and decodes to NaN. Formats without scales pass inf and NaN through.
 
-In integers, s * q has 8 + 7 significant bits at most and is therefore exact in fp32, and so is x - s * q,
+`top` is the element of the largest magnitude, the negative one of two, so that it becomes -levels: all codes of two's
+complement are in use, and the scale's sign is where the block needs more room. An element of the other sign that rounds
+to +levels becomes levels - 1. int4 has a quarter less squared error than with -7 .. 7 (docs/log/quantization.md).
+
+In integers, s * q has 8 + 8 significant bits at most and is therefore exact in fp32, and so is x - s * q,
 because s * q is 0 or within a factor of two of x. What was sent plus the error is x to the bit.
 
-int2 and sign have no zero, and sign saturates: the largest element of a block may be many times the mean. With a scale
-of 2/3 of the mean of |x|, int2 would saturate, too: its relative error on normal numbers would be 0.35 instead of 0.51,
-but error feedback would send large elements late, and trainings take more steps (docs/log/quantization.md).
+int2 and sign have no zero, and sign saturates. Its scale is sum(x^2) / sum(|x|), at most 2 mean(|x|). Without the
+bound, the *gain* <Q(x), x> / <x, x> of every block is 1: on average, error feedback sends nothing late. The bound keeps
+the error no larger than the block, |x - Q(x)|^2 = |x|^2 + n s (s - 2 mean(|x|)), which error feedback needs. A scale of
+mean(|x|) has the smallest error, but a gain of 0.64 on normal numbers, and trainings take more than twice the steps.
+For the same reason, int2 does not saturate: with a scale of 2/3 mean(|x|), its error would be 0.35 instead of 0.51, but
+its gain 0.88 (docs/log/quantization.md).
+
+For the scale of signs, |x| is rounded to a multiple of absmax / 2^14, and each x^2 is the square of a multiple of
+absmax / 2^7. Sums of these integers are exact in fp32, so they do not depend on the order of the additions.
 
 The codes of a block are packed in planes: with k = 8 / bits, byte i holds the elements i + t * block_size / k at the
 bits t * bits, for t = 0 .. k - 1. Both ends of the exchange then work on contiguous elements.
-
-The mean of a block is a halving fold of |x| / block_size, a[:h] + a[h:], times block_size / (number of elements). Every
-implementation adds in this order.
 
 Stochastic rounding of y to an integer is floor(y) + (u < y - floor(y)), where u is uniform in [0, 1). Numbers on the
 grid stay as they are; the expectation is y plus at most 2^-24.
@@ -143,7 +150,7 @@ class WireFormat:
         """
         scales = self.scales(blocks, counts)
         valid = torch.where(scales.isnan(), 0.0, blocks)  # the scale alone carries the NaN: codes have none
-        inverse = torch.where(scales > 0, scales.reciprocal(), 0.0)
+        inverse = torch.where(scales.abs() > 0, scales.reciprocal(), 0.0)
         payload = self.payload(valid, (valid * inverse).clamp(-self.levels, self.levels))
         # By their bits: the conversion of NaN to bf16 differs between devices.
         return (scales.view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16), payload
@@ -186,23 +193,27 @@ class WireFormat:
 
 
 class Integers(WireFormat):
-    """Integers from -levels to levels, with a code for 0."""
+    """Integers from -levels to levels - 1."""
 
     kind = "integers"
     packed_bits = (2, 4, 8)
 
     def _check(self) -> None:
-        largest = (1 << self.bits - 1) - 1
-        expected = f"1 to {largest}, the largest integer of {self.bits} bits"
-        self._expect("levels", self.levels in range(1, largest + 1), expected)
+        half = 1 << self.bits - 1
+        self._expect("levels", self.levels == half, f"{half}, half the integers of {self.bits} bits")
 
     @cached_property
     def offset(self) -> int:
         """The number added to an integer to make its code: 0 in int8, whose codes are in two's complement."""
-        return 0 if self.bits == 8 else 1 << self.bits - 1
+        return 0 if self.bits == 8 else self.levels
+
+    def scales(self, blocks: Tensor, counts: Tensor) -> Tensor:  # noqa: D102
+        scales = super().scales(blocks, counts)
+        has_no_negative_one = blocks.amax(1, keepdim=True) > -blocks.amin(1, keepdim=True)
+        return torch.where(has_no_negative_one & scales.isfinite(), -scales, scales)
 
     def payload(self, valid: Tensor, scaled: Tensor) -> Tensor:  # noqa: D102
-        return pack(scaled.round().to(torch.int32) + self.offset, self.bits)
+        return pack(scaled.round().clamp(max=self.levels - 1).to(torch.int32) + self.offset, self.bits)
 
     def numbers(self, payload: Tensor) -> Tensor:  # noqa: D102
         codes = unpack(payload, self.bits) if self.offset > 0 else payload.view(torch.int8)
@@ -229,7 +240,7 @@ class OddIntegers(WireFormat):
 
 
 class Signs(WireFormat):
-    """-1 or 1, times the mean magnitude of the block."""
+    """-1 or 1, times a scale that keeps the gain of the block near 1."""
 
     kind = "signs"
     spacing = 2
@@ -239,13 +250,24 @@ class Signs(WireFormat):
         self._expect("levels", self.levels == 1, "1")
 
     def scales(self, blocks: Tensor, counts: Tensor) -> Tensor:  # noqa: D102
-        block_size = blocks.shape[1]
-        mean = blocks.abs() * (1 / block_size)
-        while mean.shape[1] > 1:
-            half = mean.shape[1] // 2
-            mean = mean[:, :half] + mean[:, half:]
-        share = torch.full_like(mean, block_size) / counts.unsqueeze(1).to(torch.float32)
-        return self.round_scale(mean, mean * share)
+        magnitudes = blocks.abs()
+        largest = magnitudes.amax(1, keepdim=True)
+        unit = self.round_scale(largest, largest * 2.0**-14)
+        multiples = (magnitudes * torch.where(unit > 0, unit.reciprocal(), 0.0)).round()
+        total = multiples.sum(1, keepdim=True)
+        squares = (multiples * 2.0**-7).round().square().sum(1, keepdim=True)
+        return self.round_scale(largest, unit * self.units(total, squares, counts.unsqueeze(1).to(torch.float32)))
+
+    @staticmethod
+    def units(total: Tensor, squares: Tensor, counts: Tensor) -> Tensor:
+        """The scales in units of absmax / 2^14: sum(x^2) / sum(|x|), at most 2 mean(|x|), however they are rounded.
+
+        Args:
+            total: sums of multiples of the unit.
+            squares: sums of squared multiples of 2^7 units.
+            counts: number of elements of each block.
+        """
+        return torch.minimum(squares * 2.0**14 / total.clamp(min=1), (total / counts - 0.5) * (2 - 2.0**-6))
 
     def payload(self, valid: Tensor, scaled: Tensor) -> Tensor:  # noqa: D102
         return pack(valid >= 0, 1)
@@ -293,9 +315,9 @@ class Floats(WireFormat):
 
 
 _FORMATS: tuple[WireFormat, ...] = (
-    Integers("int8", 8, levels=127),
+    Integers("int8", 8, levels=128),
     Float8("fp8_e4m3", 8, levels=448),
-    Integers("int4", 4, levels=7),
+    Integers("int4", 4, levels=8),
     OddIntegers("int2", 2, levels=3),
     Signs("sign", 1, levels=1),
     Floats("bf16", 16, dtype=torch.bfloat16),

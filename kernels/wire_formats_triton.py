@@ -142,6 +142,21 @@ def store_tile(
 
 
 @triton.jit
+def _round_scale(largest, quotient, FORMAT: tl.constexpr):
+    """`WireFormat.round_scale`."""
+    up = ((quotient.to(tl.int32, bitcast=True) + 0xFFFF) & -65536).to(tl.float32, bitcast=True)
+    scale = tl.minimum(tl.maximum(up, 1.1754943508222875e-38), FORMAT.max_scale)  # 2^-126
+    scale = tl.where(largest > 0, scale, 0.0)
+    return tl.where(largest < float("inf"), scale, float("nan"))
+
+
+@triton.jit
+def _inverse(scale):
+    """1 / scale, or 0: one division for the block and a product for each element, because divisions are slow."""
+    return tl.where(tl.abs(scale) > 0, tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale), 0.0)
+
+
+@triton.jit
 def _block_scales(
     values,  # [N, BLOCK]
     counts,  # [N] int32
@@ -151,28 +166,25 @@ def _block_scales(
     """The scale of each block: [N]; see `WireFormat.encode`."""
     N: tl.constexpr = values.shape[0]
     BLOCK: tl.constexpr = values.shape[1]
+    # As integers, the bits of magnitudes sort like the numbers, followed by inf and NaN.
+    bits = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+    largest = bits.to(tl.float32, bitcast=True)
     if FORMAT.kind == "signs":
-        folded = tl.abs(values) * (1 / BLOCK)
-        for i in tl.static_range(10):  # blocks have at most 2^10 elements
-            if i < 3:  # of 8 planes, the first half and the second
-                folded = tl.sum(tl.reshape(folded, (N, BLOCK // 8, 2, 4 >> i)), axis=2)
-            elif BLOCK >> i > 1:
-                folded = tl.sum(tl.reshape(folded, (N, 2, BLOCK >> (i + 1))), axis=1)
-        largest = tl.reshape(folded, (N,))
-        quotient = largest
-        if not FULL:
-            # A block without elements has nothing to scale.
-            quotient *= tl.div_rn(tl.full((N,), BLOCK, tl.float32), tl.maximum(counts, 1).to(tl.float32))
+        unit = _round_scale(largest, largest * 6.103515625e-05, FORMAT)  # 2^-14
+        multiples = _round(tl.abs(values) * _inverse(unit)[:, None])
+        coarse = _round(multiples * 0.0078125)  # 2^-7
+        # Sums of integers up to 2^24: exact in any order.
+        total, squares = tl.sum(multiples, axis=1), tl.sum(coarse * coarse, axis=1)
+        numbers = tl.full((N,), BLOCK, tl.float32) if FULL else tl.maximum(counts, 1).to(tl.float32)
+        matched = tl.div_rn(squares * 16384.0, tl.maximum(total, 1.0))
+        quotient = unit * tl.minimum(matched, (tl.div_rn(total, numbers) - 0.5) * 1.984375)
     else:
-        # As integers, the bits of magnitudes sort like the numbers, followed by inf and NaN.
-        bits = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
-        largest = bits.to(tl.float32, bitcast=True)
         quotient = tl.div_rn(largest, tl.full((N,), FORMAT.levels, tl.float32))
-    # Up to the next bf16 number, so that no element exceeds the levels by more than rounding.
-    up = ((quotient.to(tl.int32, bitcast=True) + 0xFFFF) & -65536).to(tl.float32, bitcast=True)
-    scale = tl.minimum(tl.maximum(up, 1.1754943508222875e-38), FORMAT.max_scale)  # 2^-126
-    scale = tl.where(largest > 0, scale, 0.0)
-    return tl.where(largest < float("inf"), scale, float("nan"))
+    scale = _round_scale(largest, quotient, FORMAT)
+    if FORMAT.kind == "integers":
+        # The largest element becomes -levels: the scale is negative if no negative one is as large.
+        scale = tl.where((tl.min(values, axis=1) > -largest) & (largest < float("inf")), -scale, scale)
+    return scale
 
 
 @triton.jit
@@ -216,9 +228,7 @@ def encode_blocks(
             codes = tl.where(valid >= 0, 1, 0)
             q = tl.where(valid >= 0, 1.0, -1.0)
         else:
-            # One division for the block and a product for each element: divisions are slow.
-            reciprocal = tl.div_rn(tl.full((values.shape[0],), 1.0, tl.float32), scale)
-            inverse = tl.where(scale > 0, reciprocal, 0.0)
+            inverse = _inverse(scale)
             limit: tl.constexpr = FORMAT.levels * 1.0
             scaled = tl.minimum(tl.maximum(valid * inverse[:, None], -limit), limit)
             if FORMAT.kind == "odd integers":
@@ -230,7 +240,7 @@ def encode_blocks(
                 codes = code.to(tl.int32)
                 q = 2.0 * code - limit
             elif FORMAT.kind == "integers":
-                q = _round(scaled)
+                q = tl.minimum(_round(scaled), limit - 1)
                 codes = q.to(tl.int32) + FORMAT.offset
             else:
                 tl.static_assert(FORMAT.kind == "e4m3fn")

@@ -27,6 +27,7 @@ BITS = "bits per element"
 RELATIVE_ERROR = "relative error"
 RELATIVE_ERROR_OF_STEPS = "relative error of several steps"
 VNMSE = "vNMSE"
+GAIN = "gain"
 RING = "ring, sum in wire dtype"
 TWO_SHOT = "two-shot, sum in fp32"
 RINGS = ("fp32", "fp16", "bf16")
@@ -118,6 +119,8 @@ def all_reduces() -> list[SimulatedAllReduce]:
 def check(simulated: SimulatedAllReduce, world_size: int) -> None:
     """Raise RuntimeError unless the mean of equal gradients on the grid of the format is exact."""
     gradient = max(simulated.wire.levels, 1) * (2.0 * torch.randint(2, (NUMEL,)) - 1)
+    if simulated.wire.kind == "integers":
+        gradient.clamp_(max=simulated.wire.levels - 1)
     if simulated.wire.spacing == 2:
         gradient[torch.arange(NUMEL) % 4 > 0] /= simulated.wire.levels
     mean = simulated.start(simulated.wire, world_size, [gradient.shape])([[gradient]] * world_size)
@@ -140,21 +143,22 @@ def relative_error(simulated: SimulatedAllReduce, world_size: int, steps: int, s
     return float((actual - expected).norm() / expected.norm())
 
 
-def vnmse(simulated: SimulatedAllReduce, gradients: Sequence[Gradients]) -> float:
-    """The squared norm of the error of a mean in one step, relative to that of the mean in fp64."""
-    mean = simulated.start(simulated.wire, len(gradients), [each.shape for each in gradients[0]])(gradients)
-    expected = torch.stack([vector_of(own) for own in gradients]).double().mean(0)
-    return float((mean - expected).square().sum() / expected.square().sum())
+def vnmse_and_gain(simulated: SimulatedAllReduce, gradients: Sequence[Gradients]) -> dict[str, float]:
+    """For one step and the mean in fp64: |error|^2 / |mean|^2, and <result, mean> / |mean|^2."""
+    result = simulated.start(simulated.wire, len(gradients), [each.shape for each in gradients[0]])(gradients)
+    mean = torch.stack([vector_of(own) for own in gradients]).double().mean(0)
+    found = {VNMSE: (result - mean).square().sum(), GAIN: torch.dot(result.double(), mean)}
+    return {metric: float(f"{value / mean.square().sum():.4g}") for metric, value in found.items()}
 
 
-def vnmse_records() -> Iterator[Record]:
-    """The vNMSE of every quantized all-reduce, of normal and of recorded gradients."""
+def one_step_records() -> Iterator[Record]:
+    """The vNMSE and the gain of every quantized all-reduce, of normal and of recorded gradients."""
     quantized = [simulated for simulated in all_reduces() if simulated.implementation == TWO_SHOT]
 
     def of(name: str, gradients: Sequence[Gradients]) -> Iterator[Record]:
         for simulated in quantized:
-            case, error = {"wire": simulated.wire.name, "gradients": name}, vnmse(simulated, gradients)
-            yield from records_of("rounding", case, TWO_SHOT, len(gradients), {VNMSE: float(f"{error:.4g}")})
+            case, found = {"wire": simulated.wire.name, "gradients": name}, vnmse_and_gain(simulated, gradients)
+            yield from records_of("rounding", case, TWO_SHOT, len(gradients), found)
 
     yield from of("normal", [[torch.randn(NUMEL)] for _ in range(recorded_gradients.RANKS)])
     for task, optimizer in track(recorded_gradients.TRAININGS, description="recorded gradients"):
@@ -180,15 +184,15 @@ def measure() -> Measured:
             add(world_size, RELATIVE_ERROR, {"p20": p20, "p50": p50, "p80": p80})
         error = relative_error(simulated, STEPS_WORLD_SIZE, STEPS, seed=0)
         add(STEPS_WORLD_SIZE, RELATIVE_ERROR_OF_STEPS, float(f"{error:.4g}"))
-    records += vnmse_records()
+    records += one_step_records()
     return Measured({"numel": NUMEL, "block_size": BLOCK_SIZE, "seeds": SEEDS, "steps": STEPS}, records)
 
 
 def tables(records: Sequence[Record]) -> list[Table]:
-    """Relative errors: a row per exchange, a column per world size; vNMSE: a row per gradients, a column per wire."""
+    """Relative errors by exchange and world size; vNMSE and gain by gradients and wire."""
     facts = records[0].provenance["settings"]
-    of_gradients = [record for record in records if record.metric == VNMSE]
-    records = [record for record in records if record.metric != VNMSE]
+    of_gradients = [record for record in records if record.metric in (VNMSE, GAIN)]
+    records = [record for record in records if record.metric not in (VNMSE, GAIN)]
     names = {"wire": lambda record: record["wire"], "all-reduce": lambda record: record.implementation}
     metrics = (RELATIVE_ERROR, RELATIVE_ERROR_OF_STEPS)
     sizes = {metric: unique(record.ranks for record in records if record.metric == metric) for metric in metrics}
@@ -209,26 +213,29 @@ def tables(records: Sequence[Record]) -> list[Table]:
         "feedback if two-shot",
     )
     relative_errors = pivot("relative error of the mean gradient", records, names, columns, notes)
-    return [relative_errors, *([_vnmse_table(of_gradients)] if of_gradients else [])]
+    return [relative_errors, *(_one_step_table(metric, of_gradients) for metric in (VNMSE, GAIN) if of_gradients)]
 
 
-def _vnmse_table(records: Sequence[Record]) -> Table:
-    def error_in(wire: str) -> Cell:
+def _one_step_table(metric: str, records: Sequence[Record]) -> Table:
+    def value_in(wire: str) -> Cell:
         def cell(group: Group) -> str:
-            found = median_of([record for record in group if record["wire"] == wire], VNMSE)
-            return "" if found is None else f"{found:.1e}"
+            found = median_of([record for record in group if record["wire"] == wire], metric)
+            return "" if found is None else f"{found:.1e}" if metric == VNMSE else f"{found:.3f}"
 
         return cell
 
     names = {"gradients": lambda record: str(record["gradients"])}
-    columns = [(wire, error_in(wire)) for wire in unique(record["wire"] for record in records)]
+    columns = [(wire, value_in(wire)) for wire in unique(record["wire"] for record in records)]
+    meaning = {
+        VNMSE: "vNMSE: squared norm of the error, divided by that of the mean",
+        GAIN: "gain: inner product of the result and the mean, divided by the squared norm of the mean",
+    }
     notes = [
-        f"vNMSE: squared norm of the error, divided by that of the mean of {count(records[0].ranks, 'rank')} in fp64; "
-        "two-shot, one step",
+        f"{meaning[metric]} of {count(records[0].ranks, 'rank')} in fp64; two-shot, one step",
         "digits and text: gradients of all matrices and convolution kernels of the models of `gradwire bench "
         "converge`, in a training of one rank",
     ]
-    return pivot("vNMSE of the mean gradient", records, names, columns, notes)
+    return pivot(f"{metric} of the mean gradient", records, names, columns, notes)
 
 
 def _error(metric: str, world_size: int) -> Cell:

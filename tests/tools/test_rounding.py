@@ -59,10 +59,12 @@ def test_recorded_gradients_are_those_of_each_rank_at_the_weights_of_the_step():
     assert not torch.equal(first[-1][0], later[-1][0])
 
 
-def test_vnmse_is_the_squared_relative_error():
+def test_vnmse_and_gain_of_one_step():
     (simulated,) = (e for e in all_reduces() if (e.wire.name, e.implementation) == ("int4", TWO_SHOT))
     gradients = [[torch.randn(40, 50)], [torch.randn(40, 50)]]
     mean = (gradients[0][0] + gradients[1][0]).double().flatten() / 2
     shifted = simulated._replace(start=lambda *_: lambda ranks: 1.1 * mean)
-    assert rounding.vnmse(shifted, gradients) == pytest.approx(0.01)
-    assert 1e-3 < rounding.vnmse(simulated, gradients) < 0.1
+    assert rounding.vnmse_and_gain(shifted, gradients) == pytest.approx({"vNMSE": 0.01, "gain": 1.1})
+    found = rounding.vnmse_and_gain(simulated, gradients)
+    assert 1e-3 < found["vNMSE"] < 0.1
+    assert 0.97 < found["gain"] < 1.03
