@@ -8,18 +8,14 @@ imported at the first launch: they take longer to import than all other files to
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, TypeVar, cast
 
 import torch
 
 HAS_TRITON = find_spec("triton") is not None
 CHOICES = ("auto", "triton", "torch")
-
-Function = TypeVar("Function", bound=Callable[..., object])
 
 
 @cache
@@ -58,14 +54,3 @@ def use_triton(device: torch.device) -> bool:
             "or TRITON_INTERPRET=1 set before the first launch. Set GRADWIRE_KERNELS=auto to choose by device."
         )
     return possible and choice != "torch"
-
-
-def choose(device: torch.device, cpu: Function, reference: Function) -> Function:
-    """The implementation of `quantize`'s operations for tensors of ``device``.
-
-    ``NAME_triton`` of ``FILE_triton`` launches the Triton kernels of the reference, ``NAME_reference`` of ``FILE``.
-    """
-    if use_triton(device):
-        launchers: Any = import_module(f"{reference.__module__}_triton")
-        return cast("Function", getattr(launchers, reference.__name__.replace("_reference", "_triton")))
-    return cpu if device.type == "cpu" else reference

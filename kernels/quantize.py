@@ -39,13 +39,14 @@ with one in bf16.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from importlib import import_module
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gradwire.kernels.block_table import HEADER_BYTES, BlockTable, Section
-from gradwire.kernels.dispatch import choose
+from gradwire.kernels.dispatch import use_triton
 from gradwire.kernels.layouts import memory_order
 from gradwire.kernels.quantize_cpu import (
     commit_errors_cpu,
@@ -240,10 +241,23 @@ class QuantizationKernels(NamedTuple):
 
 def bound_quantization(device: torch.device) -> QuantizationKernels:
     """The operations for tensors of ``device``: Triton, CPU code or references, chosen once for all steps."""
+    if use_triton(device):
+        launchers: Any = import_module("gradwire.kernels.quantize_triton")
+        return QuantizationKernels(
+            launchers.quantize_triton,
+            launchers.reduce_quantized_triton,
+            launchers.sum_quantized_triton,
+            launchers.dequantize_triton,
+            launchers.commit_errors_triton,
+        )
+    if device.type == "cpu":
+        return QuantizationKernels(
+            quantize_cpu, reduce_quantized_cpu, sum_quantized_cpu, dequantize_cpu, commit_errors_cpu
+        )
     return QuantizationKernels(
-        choose(device, quantize_cpu, quantize_reference),
-        choose(device, reduce_quantized_cpu, reduce_quantized_reference),
-        choose(device, sum_quantized_cpu, sum_quantized_reference),
-        choose(device, dequantize_cpu, dequantize_reference),
-        choose(device, commit_errors_cpu, commit_errors_reference),
+        quantize_reference,
+        reduce_quantized_reference,
+        sum_quantized_reference,
+        dequantize_reference,
+        commit_errors_reference,
     )
