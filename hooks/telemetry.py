@@ -320,7 +320,9 @@ class Sample:
             found["residual_ratio"] = _ratio(sums.pop("residual"), sums.get("result", 0.0)) ** 0.5
         if "exact" in sums:
             exact, result, difference = sums.pop("exact"), sums["result"], sums.pop("difference")
-            found["cosine"] = _ratio(sums.pop("product"), (exact * result) ** 0.5)
+            product = sums.pop("product")
+            found["gain"] = _ratio(product, exact)
+            found["cosine"] = _ratio(product, (exact * result) ** 0.5)
             found["relative_error"] = _ratio(difference, exact) ** 0.5
         sums.pop("result", None)
         return found | sums

@@ -45,7 +45,7 @@ from tests.support.zoo import Probe, SparseTable
 STATEFUL = ["bf16_in_fp32", "scaled_fp16", "int4", "powersgd", "powersgd_alternating"]
 COUNTS = {"step", "gradient_bytes", "sent_bytes", "compression_ratio", "uncompressed_buckets"}
 TIMES = {"encode_ms", "wire_ms", "decode_ms"}
-COMPARISON = {"cosine", "relative_error"}
+COMPARISON = {"gain", "cosine", "relative_error"}
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
@@ -145,6 +145,7 @@ def test_metrics_of_powersgd_follow_the_formulas():
         assert metrics["sent_bytes"] == (16 + 16) * 4
         cosine = float((applied * exact).sum() / applied.norm() / exact.norm())
         assert metrics["cosine"] == pytest.approx(cosine, rel=1e-4)
+        assert metrics["gain"] == pytest.approx(float((applied * exact).sum() / exact.norm() ** 2), rel=1e-4)
         assert metrics["cosine"] < 0.999
     metrics, applied, _ = seen[-1]
     assert metrics["residual_ratio"] == pytest.approx(residual / float(applied.norm()), rel=1e-4)
