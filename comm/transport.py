@@ -214,6 +214,7 @@ class Transport:
     Attributes:
         world_size: number of ranks.
         rank: number of this process among them.
+        ranks: their ranks in the process group.
         payload_bytes: bytes of all tensors handed to collectives so far. A ring all-reduce over n ranks sends
             2 (n - 1) / n times as many bytes over each link. So does a two-shot all-reduce: each shot counts half of
             the message, of which it sends (n - 1) / n.
@@ -227,6 +228,7 @@ class Transport:
     def __init__(self, world_size: int, rank: int = 0) -> None:
         self.world_size = world_size
         self.rank = rank
+        self.ranks = range(world_size)
         self.local_size = 1
         self.round_trip = 0.0
         self.n_passes = 0
@@ -396,6 +398,7 @@ class PartialTransport(Transport):
 
     def __init__(self, whole: Transport, ranks: range, is_in_node: bool) -> None:
         super().__init__(len(ranks), ranks.index(whole.rank))
+        self.ranks = ranks
         self.splits = [int(rank in ranks) for rank in range(whole.world_size)]
         self.is_in_node, self._whole = is_in_node, whole
 

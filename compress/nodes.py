@@ -62,6 +62,7 @@ async def quantized_all_reduce_on_nodes(step: Step) -> None:
         if section.table.n_blocks > 0:
             kernels.sum_quantized(received, section, total, bucket.within.rank)
     # Between nodes, up to the codes.
+    bucket.between.n_passes = step.transport.n_passes
     tensors = shard.start_step(sums, sums, step.iteration, buffers)
     tensors.quantize(1 / step.transport.world_size, bucket.between)
     await bucket.between.all_to_all(tensors.received, tensors.message)

@@ -131,8 +131,10 @@ class QuantizedStep(NamedTuple):
         received, n_passes = self.received, transport.n_passes
         if n_passes > 0:
             passes = received[0].view(torch.int32)[:, 1].tolist()
-            if passes.count(n_passes) < len(passes) and (problem := out_of_step(passes)) is not None:
-                raise RuntimeError(problem)
+            if passes.count(n_passes) < len(passes):
+                by_rank = dict(zip(transport.ranks, passes, strict=True))
+                if (problem := out_of_step([by_rank.get(rank, 0) for rank in range(1 + max(by_rank))])) is not None:
+                    raise RuntimeError(problem)
         for section, _, _, _, _, errors, pending in self.sections:
             self.kernels.reduce_quantized(
                 received, section, self.result, transport.rank, errors, pending, self.second_rounding

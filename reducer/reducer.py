@@ -358,8 +358,8 @@ class Reducer:
             self._leave_after(error, "the backward pass")
             raise
         self._backward.phase = Phase.REDUCING
-        if self.skip_unused and self._live_ranks is None:  # a rank that has joined cannot know what is unused
-            unused = set() if self._backward.is_again else set(self.unused)
+        if self.skip_unused:  # but a rank that has joined cannot know what is unused
+            unused = set() if self._backward.is_again or self._live_ranks is not None else set(self.unused)
             self._backward.skipped = {bucket.position for bucket in self.buckets if unused.issuperset(bucket.members)}
             last = max({bucket.position for bucket in self.buckets} - self._backward.skipped, default=None)
             for bucket in self.buckets:
@@ -600,7 +600,8 @@ class Reducer:
 
     def _delay_all_reduce(self) -> None:
         """Reduce all buckets at the end of the first backward of a static graph, and keep the calls of its hooks."""
-        if self._backward.phase is Phase.DONE:  # no_sync counts nothing
+        # no_sync counts nothing; nor does a backward that has reached no parameter, such as one to the inputs alone.
+        if self._backward.phase is Phase.DONE or not any(self._backward.calls):
             return
         self.static_calls = self._backward.calls
         self.unused = [index for index, calls in enumerate(self.static_calls) if calls == 0]

@@ -5,6 +5,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
 from tests.support.bits import assert_same_on_all_ranks
 from tests.support.ranks import from_all_ranks, on_ranks
 from tests.support.training import error_of, gradients, own_batches, train_steps, wrapped
@@ -39,6 +40,19 @@ def test_skipped_backward_of_one_rank_raises_on_all_with_the_counts(carrier):
     ddp.resynchronize()
     train_steps(ddp, 2, generator)
     assert_same_on_all_ranks(from_all_ranks(gradients(ddp)))
+
+
+@on_ranks(4)
+def test_skipped_backward_of_one_rank_raises_on_all_if_nodes_exchange_their_sums():
+    state = QuantizationState(None, wire="int4", local_size=2)
+    ddp, generator = wrapped(group=dist.new_group(), hook=(state, quantization_hook)), own_batches()
+    train_steps(ddp, 4, generator)
+    if is_last_rank():
+        ddp(*ddp.module.batch(generator))
+    error = error_of(train_steps, ddp, 1, generator)
+    errors = from_all_ranks(error)
+    assert all(kind == "RuntimeError" for kind, _ in errors)
+    assert "synchronized forward passes: 5 on rank 1, 6 on rank 3" in errors[3][1]
 
 
 @pytest.mark.parametrize("carrier", CARRIERS)

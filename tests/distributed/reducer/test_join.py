@@ -9,12 +9,13 @@ from torch import nn
 
 from gradwire.comm import LocalTransport, Workspace, run_algorithm
 from gradwire.compress import Step
+from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradwire.reducer import reducer
 from gradwire.reducer.bucket import BucketSpec, DenseBucket
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
-from tests.support.features import UNDER_HOOKS, assert_parity, over, views, wrap, zero_grad
+from tests.support.features import UNDER_HOOKS, Parts, assert_parity, over, views, wrap, zero_grad
 from tests.support.ranks import from_all_ranks, on_ranks
-from tests.support.training import error_of, gradients
+from tests.support.training import SMALLEST, error_of, gradients, wrapped
 from tests.support.zoo import Probe
 
 
@@ -117,3 +118,15 @@ def test_default_reduction_outside_cpus_divides_by_bucket_divisor(monkeypatch, v
     run_algorithm(algorithm(Step(*bucket.work()[:2], None, 0, transport, workspace)), transport)
     bucket.finish(bucket.work().result, 1, {})
     assert_same_bits([each.grad for each in parameters], [each * torch.tensor(1 / 5) for each in local])
+
+
+@on_ranks(2)
+def test_bucket_that_a_step_before_join_skipped_is_in_the_steps_of_join():
+    state = QuantizationState(None, wire="int4")
+    skipping = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
+    ddp = wrapped(model=Parts(), hook=(state, quantization_hook), bucket_cap_mb=SMALLEST, **skipping)
+    ddp(torch.ones(2, 4), (3, 4)).backward()  # skips the last buckets
+    with ddp.join():
+        for _ in range(1 + dist.get_rank()):
+            ddp(torch.ones(2, 4), range(5)).backward()
+    assert from_all_ranks(state.iter) == [3, 3]

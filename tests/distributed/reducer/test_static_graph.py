@@ -103,6 +103,19 @@ def test_static_graph_with_dataclass_output_is_reduced(view):
         assert_same_bits(grads, [torch.full((3,), mean), torch.full((2,), mean)])
 
 
+@on_ranks(2)
+def test_gradients_of_the_inputs_alone_do_not_tell_a_static_graph_what_is_unused():
+    ddp, twin = (wrap("gradwire", Parts(), static_graph=True) for _ in range(2))
+    twin.module.load_state_dict(ddp.module.state_dict())
+    inputs = torch.ones(3, 4, requires_grad=True)
+    torch.autograd.grad(ddp(inputs, (0, 1)).sum(), inputs)
+    for step in range(3):
+        for model in (ddp, twin):
+            model.zero_grad()
+            model(torch.ones(3, 4) * (1 + step + dist.get_rank()), (0, 1)).backward()
+        assert_same_bits(gradients(ddp), gradients(twin))
+
+
 @views
 @pytest.mark.parametrize("hook", ["none", "flat"])
 @pytest.mark.parametrize("bad_step", [1, 3])
