@@ -36,6 +36,12 @@ class BucketWork(NamedTuple):
     result: torch.Tensor  # the value of the hook's future: the flat buffer, or the first tensor of ``target``
 
 
+def tensor_in(value: Any) -> torch.Tensor:
+    """The tensor in the value of a hook's future: that of a collective has a list around it."""
+    tensor: torch.Tensor = value if isinstance(value, torch.Tensor) else value[0]
+    return tensor
+
+
 class Bucket:
     """A bucket as gradwire's hooks see it.
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from gradwire.compress import cast_all_reduce
 from gradwire.compress._validation import check_keywords
-from gradwire.hooks._bucket import Bucket, GradBucket
+from gradwire.hooks._bucket import Bucket, GradBucket, tensor_in
 from gradwire.hooks._decorators import CommHook, ddp_hook, zero_copy
 from gradwire.hooks._plans import replayed
 from gradwire.hooks._reduction import all_reduce_on_cpu, reduce_bucket
@@ -189,9 +189,7 @@ def _compress_wrapper(hook: CommHook, dtype: torch.dtype, name: str) -> CommHook
         bucket.set_buffer(work.source.flatten(wire))
 
         def decompress(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
-            value = future.value()
-            reduced = value if isinstance(value, torch.Tensor) else value[0]
-            work.target.unflatten(reduced)
+            work.target.unflatten(tensor_in(future.value()))
             if wire.device.type == "cuda":  # this stream waits for the others; they must not reuse what it reads
                 stream = torch.cuda.current_stream(wire.device)
                 wire.record_stream(stream)

@@ -133,7 +133,7 @@ class DenseBucket(BucketBase):
             return self._replaced
         buffer = self.empty_buffer()
         if not self._is_flat:
-            if not self._is_in_buffer():
+            if not self._gather_in_buffer():
                 self._table.kernels.flatten(self._grads, self._table, buffer)
             self._is_flat, self.zero_copy = True, False
         return buffer
@@ -162,7 +162,7 @@ class DenseBucket(BucketBase):
         source = target = Gradients(self._grads, self._table)
         if self.as_view:
             target = self._flat
-            source = target if self._is_in_buffer() else source
+            source = target if self._gather_in_buffer() else source
         return hooks.BucketWork(source, target, target.tensors[0])
 
     def empty_buffer(self) -> Tensor:
@@ -172,8 +172,8 @@ class DenseBucket(BucketBase):
             self._buffer = torch.zeros(self._table.numel, dtype=self._table.dtype, device=self.device)
         return self._buffer
 
-    def _is_in_buffer(self) -> bool:
-        """Whether gradients are views of the buffer. If some are, the others are copied into it first."""
+    def _gather_in_buffer(self) -> bool:
+        """If some gradients are views of the buffer, copy the others into it; returns whether all are in it now."""
         if not self.as_view or len(self._outside) == len(self._grads):
             return False
         if self._outside:
@@ -400,6 +400,9 @@ class SparseBucket(BucketBase):
         bucket = SparseBucket(self._spec)
         bucket._gradient = bucket._empty()
         return bucket
+
+    def discard(self, result: Tensor, take_back: TakeBack) -> None:
+        """Do nothing: sparse gradients have no error memory."""
 
     def finish(self, result: Tensor, scale: float, used: Mapping[int, bool], take_back: TakeBack | None = None) -> None:
         """Make the hook's result the gradient. See `DenseBucket.finish`."""

@@ -26,6 +26,7 @@ from gradwire.comm.stream_executor import Handle
 from gradwire.comm.torch_internals import NO_BACKWARD, current_backward, profiler_range, queue_callback
 from gradwire.comm.transport import clear_frames, wait_for
 from gradwire.compress import Step, cast_all_reduce, repeatable
+from gradwire.hooks._bucket import tensor_in
 from gradwire.hooks._decorators import is_gradwire_hook, is_zero_copy
 from gradwire.hooks._plans import Plans
 from gradwire.hooks._reduction import reduce_bucket
@@ -482,7 +483,7 @@ class Reducer:
         futures = self._backward.futures
         future: Any = futures[index]
         value: Any = future.wait() if type(future) is Handle else wait_for(future, self.exchange.check_in_step)
-        result = value if isinstance(value, Tensor) else value[0]  # the future of a collective has a list
+        result = tensor_in(value)
         used = {k: self._used.used_anywhere(bucket.members[k]) for k in bucket.stand_ins} if bucket.stand_ins else {}
         bucket.finish(result, scale, used, self.hook.take_back)
         if self.runs_optimizers:
@@ -556,9 +557,9 @@ class Reducer:
         elsewhere = self.exchange.fail(self.times.iterations, cause, is_of_peer)
         if (take_back := self.hook.take_back) is not None:
             for bucket, result in zip(self.buckets, self._backward.take_values(), strict=False):  # none between steps
-                if result is not None and isinstance(bucket, DenseBucket):
+                if result is not None:
                     with suppress(Exception), torch.no_grad():  # never applied: back to the hook's error memory
-                        bucket.discard(result if isinstance(result, Tensor) else result[0], take_back)
+                        bucket.discard(tensor_in(result), take_back)
         self._backward.futures.clear()  # a frame of the error's traceback may hold them, and a future holds its error
         self._forget_forward()
         self.forward_is_running = False
@@ -647,10 +648,11 @@ class Reducer:
             take_back = self.hook.take_back
             for bucket, future in zip(buckets, futures, strict=True):
                 value: Any = wait_for(future, exchange.check_in_step)
-                if unused and take_back is not None and isinstance(bucket, DenseBucket):
+                if unused and take_back is not None:
                     # Nothing of unused parameters is applied on any rank.
-                    result = value if isinstance(value, Tensor) else value[0]
-                    bucket.discard(result, lambda name, sent: take_back(name, sent) if name in unused else None)
+                    bucket.discard(
+                        tensor_in(value), lambda name, sent: take_back(name, sent) if name in unused else None
+                    )
         exchange.connections.end_exchange(exchange)
         exchange.note_groups()
         if not self.static_graph:
@@ -727,9 +729,10 @@ class Reducer:
         if state is self.exchange.process_group:
             self.hook = self.hook._replace(state=process_group)
         elif getattr(state, "process_group", None) is self.exchange.process_group:
-            state.process_group = process_group
             if isinstance(state, HookState):
-                state._follows_model = True
+                state.follow(process_group)
+            else:
+                state.process_group = process_group
         self.exchange.update_process_group(process_group)
 
 

@@ -14,7 +14,7 @@ from gradwire.comm import Transport, connections_of
 from gradwire.comm.connections import has_streams
 from gradwire.comm.transport import wait_for
 from gradwire.compress import Gradients
-from gradwire.hooks._bucket import Bucket, BucketWork
+from gradwire.hooks._bucket import Bucket, BucketWork, tensor_in
 from gradwire.hooks._decorators import CommHook, is_zero_copy
 from gradwire.hooks._names import plain_name
 from gradwire.hooks.hook_state import HookState
@@ -189,7 +189,7 @@ class ReplicaGroup(dist.ProcessGroup):
         connections.finish()
         try:
             value: Any = wait_for(future, connections.check_peers)
-            bucket.finish(value if isinstance(value, Tensor) else value[0])
+            bucket.finish(tensor_in(value))
         finally:
             bucket.release()
         if isinstance(self._state, HookState):
