@@ -483,7 +483,7 @@ class Reducer:
         futures = self._backward.futures
         future: Any = futures[index]
         value: Any = future.wait() if type(future) is Handle else wait_for(future, self.exchange.check_in_step)
-        result = tensor_in(value)
+        result = value if isinstance(value, Tensor) else value[0]  # `tensor_in`
         used = {k: self._used.used_anywhere(bucket.members[k]) for k in bucket.stand_ins} if bucket.stand_ins else {}
         bucket.finish(result, scale, used, self.hook.take_back)
         if self.runs_optimizers:
