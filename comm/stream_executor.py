@@ -176,7 +176,7 @@ class StreamExecutor(Executor):
             if prepare is not None:
                 prepare()
             else:
-                flight.collective_done.wait(self._kernels)
+                self._kernels.wait_event(flight.collective_done)
             driver, plan = flight.driver, flight.recorded
             assert driver is not None
             collective = driver.advance() if plan is None else plan.advance(driver, self._kernels.cuda_stream)

@@ -63,10 +63,6 @@ class HookSettings:
         self._process_group, self._follows_model = process_group, False
         self.handshake.revoke()
 
-    def follow(self, group: dist.ProcessGroup) -> None:
-        """Average over the model's ``group``, until the user sets another one."""
-        self.process_group, self._follows_model = group, True
-
     @property
     def _group(self) -> dist.ProcessGroup:
         return self._process_group or default_group()
@@ -183,6 +179,11 @@ def check_pairing(state: object, hook: Callable[..., Any]) -> None:
         )
 
 
+def follow_model(state: HookSettings, group: dist.ProcessGroup) -> None:
+    """Let a state average over the model's ``group``, until the user sets another one."""
+    state.process_group, state._follows_model = group, True
+
+
 def in_group(state: Any, hook: Callable[..., Any], group: dist.ProcessGroup) -> Any:
     """The state to call a registered hook with, so that it averages over ``group``, the ranks of its model.
 
@@ -204,5 +205,5 @@ def in_group(state: Any, hook: Callable[..., Any], group: dist.ProcessGroup) -> 
     if not has_group:
         return group
     if state.names is not None:
-        state.follow(group)
+        follow_model(state, group)
     return state

@@ -30,7 +30,7 @@ from gradwire.hooks._bucket import tensor_in
 from gradwire.hooks._decorators import is_gradwire_hook, is_zero_copy
 from gradwire.hooks._plans import Plans
 from gradwire.hooks._reduction import reduce_bucket
-from gradwire.hooks._settings import check_pairing, in_group, settings_of
+from gradwire.hooks._settings import check_pairing, follow_model, in_group, settings_of
 from gradwire.hooks.hook_state import HookState
 from gradwire.kernels import is_capturing
 from gradwire.reducer import bucketing, errors, torch_internals
@@ -730,7 +730,7 @@ class Reducer:
             self.hook = self.hook._replace(state=process_group)
         elif getattr(state, "process_group", None) is self.exchange.process_group:
             if isinstance(state, HookState):
-                state.follow(process_group)
+                follow_model(state, process_group)
             else:
                 state.process_group = process_group
         self.exchange.update_process_group(process_group)
