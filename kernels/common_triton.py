@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ def kernel(function: Callable[..., None]) -> Any:
     return Kernel(triton.jit(function, do_not_specialize=scalars))
 
 
+@cache
 def triton_dtype(dtype: torch.dtype) -> object:
     """The Triton type of a torch dtype."""
     return getattr(tl, str(dtype).removeprefix("torch."))
