@@ -116,7 +116,7 @@ def _scratch(table: SegmentTable, dtype: torch.dtype) -> list[tuple[Run, Tensor,
     return table.scratch[1]
 
 
-def _slice(table: SegmentTable, run: Run, tensor: Tensor) -> Tensor:
+def _run_slice(table: SegmentTable, run: Run, tensor: Tensor) -> Tensor:
     """The part of its tensor that ``run`` is, 1-D."""
     begin = run.start - table.offsets[run.first]
     return memory_order(tensor)[begin : begin + run.stop - run.start]
@@ -140,7 +140,7 @@ def flatten_cpu(
         return
     multiplier = torch.tensor(scale, dtype=table.compute, device=out.device)  # made once, not in each `mul`
     for run, x, views in _scratch(table, table.compute):
-        members = [_slice(table, run, tensors[run.first])] if run.is_slice else list(tensors[run.first : run.last])
+        members = [_run_slice(table, run, tensors[run.first])] if run.is_slice else list(tensors[run.first : run.last])
         if run.is_slice and table.dtype == table.compute:  # one pass less
             torch.mul(members[0], multiplier, out=x)
         else:
@@ -192,7 +192,7 @@ def unflatten_cpu(
         return
     for run, x, views in _scratch(table, compute_dtype(wire.dtype, table.dtype)):
         x.copy_(wire[run.start : run.stop]).mul_(scale)
-        members = [_slice(table, run, tensors[run.first])] if run.is_slice else list(tensors[run.first : run.last])
+        members = [_run_slice(table, run, tensors[run.first])] if run.is_slice else list(tensors[run.first : run.last])
         torch._foreach_copy_(members, views)
         if absmax is not None:
             low, high = torch.aminmax(x)

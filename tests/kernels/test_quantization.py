@@ -390,13 +390,15 @@ def test_section_works_in_the_scratch_of_the_calling_thread():
     (section,) = layout.sections
     message = torch.zeros(layout.message_shape, dtype=torch.uint8)
     quantize(tensors, section, message, scale=1.0)
-    memory, expected = section.memory, message.clone()
+    work, expected = quantize_cpu.SCRATCH.works[section], message.clone()
     message.zero_()
     with ThreadPoolExecutor(1) as other:
         other.submit(quantize, tensors, section, message, scale=1.0).result()
-    assert section.memory is not memory and torch.equal(message, expected)
+        others = other.submit(lambda: quantize_cpu.SCRATCH.works[section]).result()
+    assert others is not work and torch.equal(message, expected)
+    assert others.decoded.data_ptr() != work.decoded.data_ptr()
     quantize(tensors, section, message, scale=1.0)
-    assert section.memory is memory
+    assert quantize_cpu.SCRATCH.works[section] is work
 
 
 @pytest.mark.parametrize("world_size, pieces", [(4, 1), (3, 2)])
