@@ -99,19 +99,19 @@ def narrow_reference(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _scratch(table: SegmentTable, dtype: torch.dtype) -> list[tuple[Run, Tensor, list[Tensor]]]:
-    """For each run with elements, uninitialized memory in ``dtype``, 1-D, and its views: in the shapes of the run's
+    """For each run, uninitialized memory in ``dtype``, 1-D, and its views: in the shapes of the run's
     tensors, or for a slice the memory itself.
     """
     # Kept: for many small tensors, views cost more than the copies.
     if table.scratch[0] != dtype:
-        memory = torch.empty(max(run.stop - run.start for run in table.runs), dtype=dtype, device=table.device)
+        longest = max((run.stop - run.start for run in table.runs), default=0)
+        memory = torch.empty(longest, dtype=dtype, device=table.device)
         scratch = []
         for run in table.runs:
             x = memory[: run.stop - run.start]
             whole = range(run.first, 0 if run.is_slice else run.last)
             views = [table.view(i, memory, table.offsets[i] - run.start) for i in whole]
-            if x.numel() > 0:
-                scratch.append((run, x, views or [x]))
+            scratch.append((run, x, views or [x]))
         table.scratch = (dtype, scratch)
     return table.scratch[1]
 

@@ -42,7 +42,7 @@ class Run(NamedTuple):
 
 
 def cut_runs(sizes: Sequence[int], room: int) -> list[Run]:
-    """Cut tensors, of ``sizes`` elements or blocks, into runs of at most ``room``, in order."""
+    """Cut tensors, of ``sizes`` elements or blocks, into runs of 1 to ``room``, in order; empty tensors start none."""
     runs: list[Run] = []
     for i, (size, stop) in enumerate(zip(sizes, accumulate(sizes), strict=True)):
         start = stop - size
@@ -50,7 +50,7 @@ def cut_runs(sizes: Sequence[int], room: int) -> list[Run]:
             runs += [Run(i, i + 1, at, min(at + room, stop), True) for at in range(start, stop, room)]
         elif runs and not runs[-1].is_slice and stop - runs[-1].start <= room:
             runs[-1] = runs[-1]._replace(last=i + 1, stop=stop)
-        else:
+        elif size > 0:
             runs.append(Run(i, i + 1, start, stop, False))
     return runs
 
