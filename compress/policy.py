@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gradwire.compress._validation import check_flag, check_number, check_patterns, check_whole_number
+from gradwire.compress.memory import names_or_numbers
 from gradwire.compress.quantization import Quantization
 from gradwire.kernels import MAX_BLOCK_SIZE, MIN_BLOCK_SIZE, WIRE_FORMATS, WireFormat
 
@@ -86,7 +87,7 @@ class LowRankPolicy:
 
     def matrix_shapes(self, layouts: Sequence[Tensor], names: Sequence[str] | None = None) -> list[MatrixShape | None]:
         """`matrix_shape` of every parameter; without names, patterns match "0", "1", ..."""
-        names = names if names is not None else [str(i) for i in range(len(layouts))]
+        names = names_or_numbers(names, layouts)
         return [self.matrix_shape(name, layout) for name, layout in zip(names, layouts, strict=True)]
 
     def unmatched_pattern(self, names: Iterable[str]) -> str | None:
@@ -201,7 +202,7 @@ class WirePolicy:
 
     def wire_formats(self, layouts: Sequence[Tensor], names: Sequence[str] | None = None) -> list[WireFormat]:
         """`wire_format` of every parameter; without names, patterns match "0", "1", ..."""
-        names = names if names is not None else [str(i) for i in range(len(layouts))]
+        names = names_or_numbers(names, layouts)
         return [self.wire_format(name, layout) for name, layout in zip(names, layouts, strict=True)]
 
     def unmatched_pattern(self, names: Iterable[str]) -> str | None:

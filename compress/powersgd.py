@@ -30,7 +30,7 @@ from torch import Tensor
 
 from gradwire.comm.executor import Workspace
 from gradwire.comm.transport import Transport
-from gradwire.compress.memory import BucketMemory, MemoryByName, error_like
+from gradwire.compress.memory import BucketMemory, MemoryByName, error_like, names_or_numbers
 from gradwire.compress.policy import MatrixShape
 from gradwire.compress.quantization import QuantizedFactors, QuantizedStep, two_shot_all_reduce
 from gradwire.compress.step import Step
@@ -213,7 +213,7 @@ class LowRankBucket(BucketMemory):
         precision: str = "tf32",
     ) -> None:
         dtype, device = layouts[0].dtype, layouts[0].device
-        names = names if names is not None else [str(i) for i in range(len(layouts))]
+        names = names_or_numbers(names, layouts)
         earlier = memory if memory is not None else {}
         compressed = {i: shape for i, shape in enumerate(shapes) if shape is not None}
         self._shapes = list(compressed.values())

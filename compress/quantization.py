@@ -31,7 +31,7 @@ from torch import Tensor
 from gradwire.comm.rank_differences import out_of_step
 from gradwire.comm.transport import Transport
 from gradwire.compress._validation import check_memory_shape
-from gradwire.compress.memory import BucketMemory
+from gradwire.compress.memory import BucketMemory, names_or_numbers
 from gradwire.compress.step import Step, repeatable
 from gradwire.kernels import (
     WIRE_FORMATS,
@@ -204,7 +204,7 @@ class QuantizedMessage:
         names: Sequence[str] | None = None,
         iteration: int = 0,
     ) -> None:
-        self.names = names if names is not None else [str(i) for i in range(len(layouts))]
+        self.names = names_or_numbers(names, layouts)
         self._rank, self.kernels = transport.rank, bound_quantization(layouts[0].device)
         self.counter = torch.full((1,), iteration, dtype=torch.int64, device=layouts[0].device)
         self._roundings = Rounding(self.counter, self._rank), Rounding(self.counter, SECOND_SHOT_SALT)
