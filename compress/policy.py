@@ -213,40 +213,6 @@ class WirePolicy:
         return _unmatched(list(names), wires=self.wires)
 
 
-def check_factors(name: str, q: Mapping[str, Tensor], p: Mapping[str, Tensor], shape: MatrixShape) -> None:
-    """Raise ValueError unless the factors of a parameter fit its matrices, at any rank."""
-    for side, factors, length in (("q", q, shape.columns), ("p", p, shape.rows)):
-        if name in factors:
-            matrices, rank, found = factors[name].shape
-            highest = min(shape.rows, shape.columns)
-            if (matrices, found) != (shape.matrices, length) or not 1 <= rank <= highest:
-                raise ValueError(
-                    f"{side}[{name!r}] has shape {tuple(factors[name].shape)}; expected ({shape.matrices}, rank, "
-                    f"{length}) with a rank of 1 to {highest}. Load the state of this model and its stacks, or leave "
-                    "this entry out: its factors then start from scratch."
-                )
-
-
-def check_size_of_factors(name: str, q: Mapping[str, Tensor], p: Mapping[str, Tensor], numel: int, whose: str) -> None:
-    """Raise ValueError unless the factors fit matrices of any shape with ``numel`` elements in total."""
-    remedy = "Load the state of this model, or leave these factors out: they then start from scratch."
-    for side, factors in (("q", q), ("p", p)):
-        if name in factors:
-            matrices, rank, length = factors[name].shape
-            if numel % (matrices * length) != 0 or rank > numel // (matrices * length):
-                raise ValueError(
-                    f"{side}[{name!r}] has shape {tuple(factors[name].shape)}; expected matrices x rank x length, of "
-                    f"matrices with the {numel} elements of {whose}. {remedy}"
-                )
-    if name in q and name in p:
-        sides = [tuple(factors[name].shape) for factors in (q, p)]
-        if sides[0][0] != sides[1][0] or sides[0][0] * sides[0][2] * sides[1][2] != numel:
-            raise ValueError(
-                f"q[{name!r}] and p[{name!r}] have the shapes {sides[0]} and {sides[1]}; expected matrices x rank x "
-                f"columns and matrices x rank x rows, of matrices with the {numel} elements of {whose}. {remedy}"
-            )
-
-
 def _unmatched(names: Sequence[str], **options: Mapping[str, object]) -> str | None:
     for option, patterns in options.items():
         for pattern in patterns:

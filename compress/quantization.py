@@ -32,7 +32,7 @@ from gradwire.comm.rank_differences import out_of_step
 from gradwire.comm.transport import Transport
 from gradwire.compress._validation import check_memory_shape
 from gradwire.compress.memory import BucketMemory, names_or_numbers
-from gradwire.compress.step import Step, repeatable
+from gradwire.compress.step import Step, repeatable, set_counter
 from gradwire.kernels import (
     WIRE_FORMATS,
     BlockTable,
@@ -44,7 +44,6 @@ from gradwire.kernels import (
     SegmentTable,
     WireFormat,
     bound_quantization,
-    is_capturing,
     random_key,
     use_triton,
 )
@@ -231,11 +230,6 @@ class QuantizedMessage:
             sizes.append((self.errors.numel(), self.errors.dtype))
         return sizes
 
-    def set_counter(self, iteration: int) -> None:
-        """Set ``counter`` to the number of the step."""
-        if not is_capturing(self.counter.device):  # every replay would set the same number
-            self.counter.fill_(iteration)
-
     def start_step(
         self, source: Sequence[Tensor], target: Sequence[Tensor], iteration: int, buffers: Sequence[Tensor]
     ) -> QuantizedStep:
@@ -244,7 +238,7 @@ class QuantizedMessage:
         ``buffers`` is memory for the step, as ``wires`` describes it. Overwritten.
         """
         if self._is_random:
-            self.set_counter(iteration)
+            set_counter(self.counter, iteration)
         layout = self.message_layout
         # ``message`` serves twice: it is sent in the first shot, and gathered in the second.
         message, received, result = buffers[:3]
@@ -338,7 +332,7 @@ class QuantizedBucket(QuantizedMessage, BucketMemory):
     def refresh(self, source: Sequence[Tensor], target: Sequence[Tensor], iteration: int) -> None:
         """Replace ``counter`` and the addresses of gradients and results; see `BucketMemory.refresh`."""
         if self._is_random:
-            self.set_counter(iteration)
+            set_counter(self.counter, iteration)
         for section, members in zip(self.message_layout.sections, self._members, strict=True):
             section.table.segments.packed(list(map(source.__getitem__, members)))
             if target is not source:
