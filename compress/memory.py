@@ -90,6 +90,11 @@ class BucketMemory:
         return False
 
 
+def names_or_numbers(names: Sequence[str] | None, layouts: Sequence[Tensor]) -> Sequence[str]:
+    """The names of parameters; without names "0", "1", ..."""
+    return names if names is not None else [str(i) for i in range(len(layouts))]
+
+
 def error_like(error: Tensor | None, layout: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     """The error memory of a parameter, as a copy if it has another layout or dtype; zeros if there is none yet."""
     if error is not None:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from gradwire.comm.transport import Transport
-from gradwire.compress.memory import BucketMemory
+from gradwire.compress.memory import BucketMemory, names_or_numbers
 from gradwire.compress.quantization import (
     Quantization,
     QuantizedBucket,
@@ -109,7 +109,7 @@ class NodeBucket(BucketMemory):
         memory: Mapping[str, Mapping[str, Tensor]] | None = None,
         iteration: int = 0,
     ) -> None:
-        names = names if names is not None else [str(i) for i in range(len(layouts))]
+        names = names_or_numbers(names, layouts)
         n_local, device = options.local_size, layouts[0].device
         self.within, self.between = transport.within_node(n_local), transport.between_nodes(n_local)
         n_nodes = self.between.world_size

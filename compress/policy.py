@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gradwire.compress._validation import check_flag, check_number, check_patterns, check_whole_number
+from gradwire.compress.memory import names_or_numbers
 from gradwire.compress.quantization import Quantization
 from gradwire.kernels import MAX_BLOCK_SIZE, MIN_BLOCK_SIZE, WIRE_FORMATS, WireFormat
 
@@ -86,7 +87,7 @@ class LowRankPolicy:
 
     def matrix_shapes(self, layouts: Sequence[Tensor], names: Sequence[str] | None = None) -> list[MatrixShape | None]:
         """`matrix_shape` of every parameter; without names, patterns match "0", "1", ..."""
-        names = names if names is not None else [str(i) for i in range(len(layouts))]
+        names = names_or_numbers(names, layouts)
         return [self.matrix_shape(name, layout) for name, layout in zip(names, layouts, strict=True)]
 
     def unmatched_pattern(self, names: Iterable[str]) -> str | None:
@@ -201,7 +202,7 @@ class WirePolicy:
 
     def wire_formats(self, layouts: Sequence[Tensor], names: Sequence[str] | None = None) -> list[WireFormat]:
         """`wire_format` of every parameter; without names, patterns match "0", "1", ..."""
-        names = names if names is not None else [str(i) for i in range(len(layouts))]
+        names = names_or_numbers(names, layouts)
         return [self.wire_format(name, layout) for name, layout in zip(names, layouts, strict=True)]
 
     def unmatched_pattern(self, names: Iterable[str]) -> str | None:
@@ -210,40 +211,6 @@ class WirePolicy:
         Patterns in ``exempt`` need not match: the default ones suit models with and without normalization layers.
         """
         return _unmatched(list(names), wires=self.wires)
-
-
-def check_factors(name: str, q: Mapping[str, Tensor], p: Mapping[str, Tensor], shape: MatrixShape) -> None:
-    """Raise ValueError unless the factors of a parameter fit its matrices, at any rank."""
-    for side, factors, length in (("q", q, shape.columns), ("p", p, shape.rows)):
-        if name in factors:
-            matrices, rank, found = factors[name].shape
-            highest = min(shape.rows, shape.columns)
-            if (matrices, found) != (shape.matrices, length) or not 1 <= rank <= highest:
-                raise ValueError(
-                    f"{side}[{name!r}] has shape {tuple(factors[name].shape)}; expected ({shape.matrices}, rank, "
-                    f"{length}) with a rank of 1 to {highest}. Load the state of this model and its stacks, or leave "
-                    "this entry out: its factors then start from scratch."
-                )
-
-
-def check_size_of_factors(name: str, q: Mapping[str, Tensor], p: Mapping[str, Tensor], numel: int, whose: str) -> None:
-    """Raise ValueError unless the factors fit matrices of any shape with ``numel`` elements in total."""
-    remedy = "Load the state of this model, or leave these factors out: they then start from scratch."
-    for side, factors in (("q", q), ("p", p)):
-        if name in factors:
-            matrices, rank, length = factors[name].shape
-            if numel % (matrices * length) != 0 or rank > numel // (matrices * length):
-                raise ValueError(
-                    f"{side}[{name!r}] has shape {tuple(factors[name].shape)}; expected matrices x rank x length, of "
-                    f"matrices with the {numel} elements of {whose}. {remedy}"
-                )
-    if name in q and name in p:
-        sides = [tuple(factors[name].shape) for factors in (q, p)]
-        if sides[0][0] != sides[1][0] or sides[0][0] * sides[0][2] * sides[1][2] != numel:
-            raise ValueError(
-                f"q[{name!r}] and p[{name!r}] have the shapes {sides[0]} and {sides[1]}; expected matrices x rank x "
-                f"columns and matrices x rank x rows, of matrices with the {numel} elements of {whose}. {remedy}"
-            )
 
 
 def _unmatched(names: Sequence[str], **options: Mapping[str, object]) -> str | None:

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -30,10 +29,10 @@ from torch import Tensor
 
 from gradwire.comm.executor import Workspace
 from gradwire.comm.transport import Transport
-from gradwire.compress.memory import BucketMemory, MemoryByName, error_like
+from gradwire.compress.memory import BucketMemory, MemoryByName, error_like, names_or_numbers
 from gradwire.compress.policy import MatrixShape
 from gradwire.compress.quantization import QuantizedFactors, QuantizedStep, two_shot_all_reduce
-from gradwire.compress.step import Step
+from gradwire.compress.step import Step, is_in_place, set_counter
 from gradwire.kernels import (
     ALIGN_NUMEL,
     FactorLayout,
@@ -87,7 +86,7 @@ async def powersgd_all_reduce(step: Step, *, warm_start: bool = True) -> None:
     # Warm start (section 3): gradients of successive steps are similar, so Q is already close to their right singular
     # vectors, and one power iteration per step suffices.
     if not warm_start:
-        kernels.draw(table.q, table.keys, bucket.counter_at(step.iteration), bucket.q)
+        kernels.draw(table.q, table.keys, set_counter(bucket.counter, step.iteration), bucket.q)
 
     # M Q is linear in M = G + E: the mean of the ranks' products is the product of their mean, with one Q for all.
     kernels.project(m, bucket.q, p_wire, scale)
@@ -213,7 +212,7 @@ class LowRankBucket(BucketMemory):
         precision: str = "tf32",
     ) -> None:
         dtype, device = layouts[0].dtype, layouts[0].device
-        names = names if names is not None else [str(i) for i in range(len(layouts))]
+        names = names_or_numbers(names, layouts)
         earlier = memory if memory is not None else {}
         compressed = {i: shape for i, shape in enumerate(shapes) if shape is not None}
         self._shapes = list(compressed.values())
@@ -264,11 +263,11 @@ class LowRankBucket(BucketMemory):
         ``sends`` are the layouts of the factors of each exchange, ``table.p`` or ``table.q``; ``basis`` is that of the
         factors to orthogonalize.
         """
-        source, iteration, workspace, is_in_place = step.gradients, step.iteration, step.workspace, step.is_in_place
-        target = source if is_in_place else step.results
+        source, target, iteration, workspace = step.gradients, step.results, step.iteration, step.workspace
         self.layout.check_tensors(source)
         gradients = results = self._matrices(source)
-        if not is_in_place:
+        overwrites = is_in_place(source, target)
+        if not overwrites:
             self.layout.check_tensors(target)
             results = self._matrices(target)
 
@@ -296,7 +295,7 @@ class LowRankBucket(BucketMemory):
         uncompressed = None
         if self._others_table is not None:
             others_source = others_target = list(map(source.__getitem__, self._others))
-            if not is_in_place:
+            if not overwrites:
                 others_target = list(map(target.__getitem__, self._others))
             uncompressed = Uncompressed(self._others_table, others_source, others_target, others, sends[0])
         # A user's CUDA graph counts without the host's knowledge.
@@ -340,10 +339,6 @@ class LowRankBucket(BucketMemory):
             self._quantized[side] = QuantizedFactors(side, table.compute, self._factor_wire, others, transport)
         return self._quantized[side]
 
-    def counter_at(self, iteration: int) -> Tensor:
-        """``counter``, set to ``iteration`` unless a CUDA graph is captured, which must not repeat that number."""
-        return self.counter if is_capturing(self.counter.device) else self.counter.fill_(iteration)
-
     @property
     def can_replay(self) -> bool:  # type: ignore[override]
         """Whether kernels read addresses and the number of the step on the device; see `BucketMemory`."""
@@ -352,14 +347,14 @@ class LowRankBucket(BucketMemory):
     def refresh(self, source: Sequence[Tensor], target: Sequence[Tensor], iteration: int) -> None:
         """Replace ``counter`` and the addresses of gradients and results; see `BucketMemory.refresh`."""
         if iteration != self._counted or self._is_captured:
-            self.counter.fill_(iteration)
+            set_counter(self.counter, iteration)
         self._counted = iteration + 1
         targets = self._addresses(target)
         errors = [error.data_ptr() for error in self._errors] if self._errors is not None else targets
         self.table.on_device_addresses([*self._addresses(source), *targets, *errors])
         if self._others_table is not None:
             self._others_table.packed([source[i] for i in self._others])
-            if not _is_in_place(source, target):
+            if not is_in_place(source, target):
                 self._others_table.for_results.packed([target[i] for i in self._others])
 
     def _addresses(self, tensors: Sequence[Tensor]) -> list[int]:
@@ -394,10 +389,6 @@ class LowRankBucket(BucketMemory):
                 view.copy_(earlier[name])
             first += shape.matrices
         return buffer, views
-
-
-def _is_in_place(source: Sequence[Tensor], target: Sequence[Tensor]) -> bool:
-    return source is target or all(map(is_, source, target))
 
 
 def flat_low_rank_bucket(
@@ -442,3 +433,37 @@ def flat_low_rank_bucket(
     )
     bucket.memory["errors"] = errors
     return bucket
+
+
+def check_factors(name: str, q: Mapping[str, Tensor], p: Mapping[str, Tensor], shape: MatrixShape) -> None:
+    """Raise ValueError unless the factors of a parameter fit its matrices, at any rank."""
+    for side, factors, length in (("q", q, shape.columns), ("p", p, shape.rows)):
+        if name in factors:
+            matrices, rank, found = factors[name].shape
+            highest = min(shape.rows, shape.columns)
+            if (matrices, found) != (shape.matrices, length) or not 1 <= rank <= highest:
+                raise ValueError(
+                    f"{side}[{name!r}] has shape {tuple(factors[name].shape)}; expected ({shape.matrices}, rank, "
+                    f"{length}) with a rank of 1 to {highest}. Load the state of this model and its stacks, or leave "
+                    "this entry out: its factors then start from scratch."
+                )
+
+
+def check_size_of_factors(name: str, q: Mapping[str, Tensor], p: Mapping[str, Tensor], numel: int, whose: str) -> None:
+    """Raise ValueError unless the factors fit matrices of any shape with ``numel`` elements in total."""
+    remedy = "Load the state of this model, or leave these factors out: they then start from scratch."
+    for side, factors in (("q", q), ("p", p)):
+        if name in factors:
+            matrices, rank, length = factors[name].shape
+            if numel % (matrices * length) != 0 or rank > numel // (matrices * length):
+                raise ValueError(
+                    f"{side}[{name!r}] has shape {tuple(factors[name].shape)}; expected matrices x rank x length, of "
+                    f"matrices with the {numel} elements of {whose}. {remedy}"
+                )
+    if name in q and name in p:
+        sides = [tuple(factors[name].shape) for factors in (q, p)]
+        if sides[0][0] != sides[1][0] or sides[0][0] * sides[0][2] * sides[1][2] != numel:
+            raise ValueError(
+                f"q[{name!r}] and p[{name!r}] have the shapes {sides[0]} and {sides[1]}; expected matrices x rank x "
+                f"columns and matrices x rank x rows, of matrices with the {numel} elements of {whose}. {remedy}"
+            )

@@ -31,8 +31,8 @@ from torch import Tensor
 from gradwire.comm.rank_differences import out_of_step
 from gradwire.comm.transport import Transport
 from gradwire.compress._validation import check_memory_shape
-from gradwire.compress.memory import BucketMemory
-from gradwire.compress.step import Step, repeatable
+from gradwire.compress.memory import BucketMemory, names_or_numbers
+from gradwire.compress.step import Step, repeatable, set_counter
 from gradwire.kernels import (
     WIRE_FORMATS,
     BlockTable,
@@ -44,7 +44,6 @@ from gradwire.kernels import (
     SegmentTable,
     WireFormat,
     bound_quantization,
-    is_capturing,
     random_key,
     use_triton,
 )
@@ -68,27 +67,23 @@ async def quantized_all_reduce(step: Step) -> None:
     """
     bucket, transport = step.memory, step.transport
     tensors = bucket.start_step(step.gradients, step.results, step.iteration, step.workspace.wires(*bucket.wires))
-    # First shot (DoubleSqueeze, algorithm 1, worker). E joins before quantization, so the residual of earlier steps is
-    # sent again. A rank sends each shard only to the rank that sums it: (n - 1) / n of one message (ZeRO++, 3.3).
-    tensors.quantize(1 / transport.world_size, transport)
-    await transport.all_to_all(tensors.received, tensors.message)
-    # Second shot (algorithm 1, server; here every rank serves one shard). The sum is in rank order, not in order of
-    # arrival, which would change its last bits. Quantizing it again has a residual of its own, E2.
-    tensors.reduce(transport)
-    await transport.all_gather(tensors.message, tensors.result)
-    # A rank decodes its own shard from the message, too: its fp32 sum is more precise than the others' copies.
-    tensors.dequantize()
+    await two_shot_all_reduce(tensors, transport, 1 / transport.world_size)
     # Errors change last: only the gathered message tells whether a gradient was inf or NaN on any rank.
     if tensors.pending is not None:
         tensors.kernels.commit_errors(tensors.message, tensors.pending, bucket.errors)
 
 
-async def two_shot_all_reduce(step: QuantizedStep, transport: Transport) -> None:
-    """Write the sums of the sources over all ranks into the targets, without error memory."""
-    step.quantize(1.0, transport)
+async def two_shot_all_reduce(step: QuantizedStep, transport: Transport, scale: float = 1.0) -> None:
+    """Write ``scale`` times the sums of the sources over all ranks into the targets. The next errors are pending."""
+    # First shot (DoubleSqueeze, algorithm 1, worker). E joins before quantization, so the residual of earlier steps is
+    # sent again. A rank sends each shard only to the rank that sums it: (n - 1) / n of one message (ZeRO++, 3.3).
+    step.quantize(scale, transport)
     await transport.all_to_all(step.received, step.message)
+    # Second shot (algorithm 1, server; here every rank serves one shard). The sum is in rank order, not in order of
+    # arrival, which would change its last bits. Quantizing it again has a residual of its own, E2.
     step.reduce(transport)
     await transport.all_gather(step.message, step.result)
+    # A rank decodes its own shard from the message, too: its fp32 sum is more precise than the others' copies.
     step.dequantize()
 
 
@@ -120,8 +115,9 @@ class QuantizedStep(NamedTuple):
         """Write ``scale`` times the sources into ``message``, quantized."""
         kernels, message = self.kernels, self.message
         cleared: Tensor | None = self.result
-        for section, source, _, errors, pending, _, _ in self.sections:
-            kernels.quantize(source, section, message, scale, errors, pending, self.first_rounding, cleared)
+        for part in self.sections:
+            errors, pending = part.errors, part.pending
+            kernels.quantize(part.source, part.section, message, scale, errors, pending, self.first_rounding, cleared)
             cleared = None  # no non-finite sum so far
         if transport.n_passes >= 0:
             message.view(torch.int32)[..., 1] = transport.n_passes  # in the headers of all cells
@@ -135,15 +131,15 @@ class QuantizedStep(NamedTuple):
                 by_rank = dict(zip(transport.ranks, passes, strict=True))
                 if (problem := out_of_step([by_rank.get(rank, 0) for rank in range(1 + max(by_rank))])) is not None:
                     raise RuntimeError(problem)
-        for section, _, _, _, _, errors, pending in self.sections:
-            self.kernels.reduce_quantized(
-                received, section, self.result, transport.rank, errors, pending, self.second_rounding
-            )
+        rank, rounding = transport.rank, self.second_rounding
+        for part in self.sections:
+            errors, pending = part.shard_errors, part.shard_pending
+            self.kernels.reduce_quantized(received, part.section, self.result, rank, errors, pending, rounding)
 
     def dequantize(self) -> None:
         """Write the numbers that the gathered ``message`` holds into the targets."""
-        for section, _, target, _, _, _, _ in self.sections:
-            self.kernels.dequantize(self.message, section, target)
+        for part in self.sections:
+            self.kernels.dequantize(self.message, part.section, part.target)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,7 +205,7 @@ class QuantizedMessage:
         names: Sequence[str] | None = None,
         iteration: int = 0,
     ) -> None:
-        self.names = names if names is not None else [str(i) for i in range(len(layouts))]
+        self.names = names_or_numbers(names, layouts)
         self._rank, self.kernels = transport.rank, bound_quantization(layouts[0].device)
         self.counter = torch.full((1,), iteration, dtype=torch.int64, device=layouts[0].device)
         self._roundings = Rounding(self.counter, self._rank), Rounding(self.counter, SECOND_SHOT_SALT)
@@ -236,11 +232,6 @@ class QuantizedMessage:
             sizes.append((self.errors.numel(), self.errors.dtype))
         return sizes
 
-    def set_counter(self, iteration: int) -> None:
-        """Set ``counter`` to the number of the step."""
-        if not is_capturing(self.counter.device):  # every replay would set the same number
-            self.counter.fill_(iteration)
-
     def start_step(
         self, source: Sequence[Tensor], target: Sequence[Tensor], iteration: int, buffers: Sequence[Tensor]
     ) -> QuantizedStep:
@@ -249,7 +240,7 @@ class QuantizedMessage:
         ``buffers`` is memory for the step, as ``wires`` describes it. Overwritten.
         """
         if self._is_random:
-            self.set_counter(iteration)
+            set_counter(self.counter, iteration)
         layout = self.message_layout
         # ``message`` serves twice: it is sent in the first shot, and gathered in the second.
         message, received, result = buffers[:3]
@@ -343,7 +334,7 @@ class QuantizedBucket(QuantizedMessage, BucketMemory):
     def refresh(self, source: Sequence[Tensor], target: Sequence[Tensor], iteration: int) -> None:
         """Replace ``counter`` and the addresses of gradients and results; see `BucketMemory.refresh`."""
         if self._is_random:
-            self.set_counter(iteration)
+            set_counter(self.counter, iteration)
         for section, members in zip(self.message_layout.sections, self._members, strict=True):
             section.table.segments.packed(list(map(source.__getitem__, members)))
             if target is not source:

@@ -25,6 +25,7 @@ from torch import Tensor
 from gradwire.comm.executor import Workspace
 from gradwire.comm.transport import Transport
 from gradwire.compress.quantization import Quantization
+from gradwire.compress.step import set_counter
 from gradwire.kernels import (
     BlockTable,
     MessageLayout,
@@ -56,7 +57,7 @@ async def quantized_reduce_scatter(
     message, received, *sums = workspace.wires(*bucket.wires)
     message, received = message.view(layout.message_shape), received.view(layout.message_shape)
     pending = sums.pop() if errors is not None else None
-    rounding = Rounding(bucket.counter.fill_(iteration), transport.rank)
+    rounding = Rounding(set_counter(bucket.counter, iteration), transport.rank)
     kept_errors, next_errors = bucket.by_section(errors), bucket.by_section(pending)
     for tensors, section, kept, after in zip(
         bucket.segments(gradients), layout.sections, kept_errors, next_errors, strict=True

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gradwire.comm.executor import Workspace
 from gradwire.comm.transport import Transport
-from gradwire.kernels import SegmentTable, as_real
+from gradwire.kernels import SegmentTable, as_real, is_capturing
 
 
 class Gradients(NamedTuple):
@@ -125,8 +125,12 @@ class Step:
         """The tensors that receive the mean, like ``gradients``; the same list in a step that works in place."""
         return self.gradients if self.target.tensors is self.source.tensors else self.target.each()
 
-    @cached_property
-    def is_in_place(self) -> bool:
-        """Whether the mean is written over the gradients."""
-        gradients, results = self.gradients, self.results
-        return gradients is results or all(map(operator.is_, gradients, results))
+
+def is_in_place(source: Sequence[Tensor], target: Sequence[Tensor]) -> bool:
+    """Whether the results of a step are written over its gradients."""
+    return source is target or all(map(operator.is_, source, target))
+
+
+def set_counter(counter: Tensor, iteration: int) -> Tensor:
+    """``counter``, on a device, set to ``iteration`` unless a CUDA graph is captured: each replay would set it."""
+    return counter if is_capturing(counter.device) else counter.fill_(iteration)

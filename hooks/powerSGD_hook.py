@@ -36,7 +36,7 @@ from gradwire.compress._validation import (
     wrong,
 )
 from gradwire.compress.memory import MemoryByName, error_like
-from gradwire.compress.policy import check_factors, check_size_of_factors
+from gradwire.compress.powersgd import check_factors, check_size_of_factors
 from gradwire.hooks._bucket import Bucket, GradBucket
 from gradwire.hooks._decorators import ddp_hook
 from gradwire.hooks._memory import ERRORS

@@ -26,11 +26,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from gradwire.kernels.layouts import real_numel
 from gradwire.kernels.segment_table import Run, SegmentTable, cut_runs
 from gradwire.kernels.uploads import upload
 from gradwire.kernels.wire_formats import SCALE_BYTES, Blocks, WireFormat
@@ -75,16 +75,15 @@ class BlockTable:
             )
         if len(keys) != len(tensors):
             raise ValueError(f"Got {len(keys)} keys for {len(tensors)} tensors. Pass one for each.")
-        self.segments = SegmentTable(tensors)
         self.block_size = block_size
         self.keys = list(keys)
-        self.device, self.dtype = self.segments.device, self.segments.dtype
-        self.lengths, self.n_chunks = self.segments.lengths, self.segments.n_chunks
-        self.block_counts = [-(-length // block_size) for length in self.lengths]
+        self.block_counts = [-(-real_numel(tensor) // block_size) for tensor in tensors]
         self.first_blocks = [0, *accumulate(self.block_counts)][:-1]
         self.n_blocks = sum(self.block_counts)
         self.numel = self.n_blocks * block_size
-        self.segments.fields = [self.lengths, self.first_blocks, self.keys]
+        self.segments = SegmentTable(tensors, [self.first_blocks, self.keys])
+        self.device, self.dtype = self.segments.device, self.segments.dtype
+        self.lengths, self.n_chunks = self.segments.lengths, self.segments.n_chunks
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -140,7 +139,6 @@ class Section:
         blocks_per_cell: how many blocks a cell has room for.
         scales_at: where the scales of the cell's blocks begin, in bytes from the start of the cell.
         payload_at: where their payloads begin.
-        memory, work: scratch of the CPU path, and the section's views of it; see `quantize_cpu`.
     """
 
     table: BlockTable
@@ -148,8 +146,6 @@ class Section:
     blocks_per_cell: int
     scales_at: int
     payload_at: int
-    memory: Any = None
-    work: Any = None
 
     def cell_blocks(self, cell: int) -> tuple[int, int]:
         """The first block of a cell, and one past its last. They are equal if the cell is empty."""

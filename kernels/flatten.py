@@ -99,24 +99,24 @@ def narrow_reference(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _scratch(table: SegmentTable, dtype: torch.dtype) -> list[tuple[Run, Tensor, list[Tensor]]]:
-    """For each run with elements, uninitialized memory in ``dtype``, 1-D, and its views: in the shapes of the run's
+    """For each run, uninitialized memory in ``dtype``, 1-D, and its views: in the shapes of the run's
     tensors, or for a slice the memory itself.
     """
     # Kept: for many small tensors, views cost more than the copies.
     if table.scratch[0] != dtype:
-        memory = torch.empty(max(run.stop - run.start for run in table.runs), dtype=dtype, device=table.device)
+        longest = max((run.stop - run.start for run in table.runs), default=0)
+        memory = torch.empty(longest, dtype=dtype, device=table.device)
         scratch = []
         for run in table.runs:
             x = memory[: run.stop - run.start]
             whole = range(run.first, 0 if run.is_slice else run.last)
             views = [table.view(i, memory, table.offsets[i] - run.start) for i in whole]
-            if x.numel() > 0:
-                scratch.append((run, x, views or [x]))
+            scratch.append((run, x, views or [x]))
         table.scratch = (dtype, scratch)
     return table.scratch[1]
 
 
-def _slice(table: SegmentTable, run: Run, tensor: Tensor) -> Tensor:
+def _run_slice(table: SegmentTable, run: Run, tensor: Tensor) -> Tensor:
     """The part of its tensor that ``run`` is, 1-D."""
     begin = run.start - table.offsets[run.first]
     return memory_order(tensor)[begin : begin + run.stop - run.start]
@@ -140,7 +140,7 @@ def flatten_cpu(
         return
     multiplier = torch.tensor(scale, dtype=table.compute, device=out.device)  # made once, not in each `mul`
     for run, x, views in _scratch(table, table.compute):
-        members = [_slice(table, run, tensors[run.first])] if run.is_slice else list(tensors[run.first : run.last])
+        members = [_run_slice(table, run, tensors[run.first])] if run.is_slice else list(tensors[run.first : run.last])
         if run.is_slice and table.dtype == table.compute:  # one pass less
             torch.mul(members[0], multiplier, out=x)
         else:
@@ -192,7 +192,7 @@ def unflatten_cpu(
         return
     for run, x, views in _scratch(table, compute_dtype(wire.dtype, table.dtype)):
         x.copy_(wire[run.start : run.stop]).mul_(scale)
-        members = [_slice(table, run, tensors[run.first])] if run.is_slice else list(tensors[run.first : run.last])
+        members = [_run_slice(table, run, tensors[run.first])] if run.is_slice else list(tensors[run.first : run.last])
         torch._foreach_copy_(members, views)
         if absmax is not None:
             low, high = torch.aminmax(x)

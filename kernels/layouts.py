@@ -27,6 +27,11 @@ def as_real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
+def real_numel(tensor: Tensor) -> int:
+    """The number of real elements of a tensor: a complex one counts twice."""
+    return tensor.numel() * (2 if tensor.is_complex() else 1)
+
+
 def memory_order(tensor: Tensor) -> Tensor:
     """The 1-D real view of a dense tensor's elements in the order of its memory; complex numbers become pairs."""
     tensor = as_real(tensor)

@@ -607,7 +607,7 @@ def _reconstruct_kernel(
             _reconstruct_strip(*strip, Q_DTYPE, PASS, False, HALF)
 
 
-def _norms(
+def _launch_norms(
     factors: Tensor, keys: Sequence[int], renewal: Renewal, finite: Tensor, *, advances: bool, others: dict[str, Any]
 ) -> dict[str, Any]:
     """The norms of the rows to renew, in one launch. Returns the arguments of `_renew_row`, except the row."""
@@ -638,7 +638,7 @@ def renew_triton(
     """`renew` in two launches."""
     renewal = Renewal(layout, following, step, None)
     with torch.cuda.device_of(following):
-        row_arguments = _norms(wire, keys, renewal, finite, advances=False, others=_others(None))
+        row_arguments = _launch_norms(wire, keys, renewal, finite, advances=False, others=_others(None))
         _renew_kernel[(row_arguments["n_rows"],)](**row_arguments, num_warps=NUM_WARPS)
 
 
@@ -650,7 +650,7 @@ def reconstruct_triton(operands: Operands, p: Tensor, q: Tensor, finite: Tensor)
         row_arguments = {"finite_ptr": finite, "n_rows": 0}
         if renewal is not None:
             factors, unpacking = p if renewal.layout is table.p else q, _others(others, of_target=True)
-            row_arguments = _norms(factors, table.keys, renewal, finite, advances=True, others=unpacking)
+            row_arguments = _launch_norms(factors, table.keys, renewal, finite, advances=True, others=unpacking)
         elif others is not None:
             others.table.kernels.unflatten(others.wire, others.target, others.target_table, 1.0, None)
         width = 1 if is_elementwise else table.padded_rank

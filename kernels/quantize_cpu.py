@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from math import frexp
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -26,16 +28,19 @@ from gradwire.kernels.wire_formats import MIN_SCALE, Rounding, Signs, WireFormat
 
 
 class Scratch(threading.local):
-    """Memory of one thread for the longest run, kept: fresh memory costs a page fault every 4 KiB, 2 ms for a run."""
+    """Memory of one thread for the longest run, kept: fresh memory costs a page fault every 4 KiB, 2 ms for a run.
 
-    memory = torch.empty(0, device="cpu")
+    Attributes:
+        works: the `Work` of each section that the thread has met.
+    """
 
-    def allocate(self) -> Tensor:
-        """The memory, uninitialized fp32: three tiles, and three columns of one element for each block."""
-        if self.memory.numel() == 0:
-            numel = 3 * RUN_NUMEL + 3 * RUN_NUMEL // MIN_BLOCK_SIZE
-            self.memory = torch.empty(numel, dtype=torch.float32, device="cpu")
-        return self.memory
+    def __init__(self) -> None:
+        self.works: WeakKeyDictionary[Section, Work] = WeakKeyDictionary()
+
+    @cached_property
+    def memory(self) -> Tensor:
+        """Uninitialized fp32: three tiles, and three columns of one element for each block."""
+        return torch.empty(3 * RUN_NUMEL + 3 * RUN_NUMEL // MIN_BLOCK_SIZE, dtype=torch.float32, device="cpu")
 
 
 SCRATCH = Scratch()
@@ -82,12 +87,13 @@ class Work:
         encode: the format's encoder; None: the reference.
         encodes_partial: whether it encodes blocks with missing elements.
         decode: the format's decoder.
+        payload_bytes: bytes of one block's payload.
         limit: largest number of the gradients' dtype; None if no decoded number exceeds it.
     """
 
     def __init__(self, section: Section, memory: Tensor) -> None:
         table, wire, room = section.table, section.format, section.blocks_per_cell
-        self.table, self.wire = table, wire  # not the section, which has this object
+        self.table, self.wire = table, wire  # not the section, on whose life this object depends
         self._values, self.codes, self.decoded = memory[: 3 * RUN_NUMEL].view(3, -1, table.block_size)
         columns = memory[3 * RUN_NUMEL :].view(3, -1, 1)
         self.found, self.scales, self.inverses = columns[:, : RUN_NUMEL // table.block_size]
@@ -101,7 +107,8 @@ class Work:
             cells = range(run.start // room, -(-run.stop // room))
             ends = [(cell, max(run.start, cell * room), min(run.stop, (cell + 1) * room)) for cell in cells]
             self.tiles.append(Tile(run, flat, views, [self._part(section, *end, run.start) for end in ends]))
-        is_wide = section.payload_bytes % 8 == 0  # codes are moved eight bytes at a time
+        self.payload_bytes = section.payload_bytes
+        is_wide = self.payload_bytes % 8 == 0  # codes are moved eight bytes at a time
         self.encode = _ENCODERS[wire.kind] if is_wide else None
         self.encodes_partial = wire.kind in ("integers", "floats")
         self.decode = _DECODERS[wire.kind] if is_wide else _decode_by_reference
@@ -126,24 +133,28 @@ class Work:
         return self.shards[cell]
 
 
-def _bind(section: Section) -> Work:
-    """A new `Work` of a section, for this thread."""
-    section.memory = SCRATCH.allocate()
-    work = section.work = Work(section, section.memory)
+def _work(section: Section) -> Work:
+    """A section's `Work` in this thread's scratch, made at its first use."""
+    work = SCRATCH.works.get(section)
+    if work is None:
+        work = SCRATCH.works[section] = Work(section, SCRATCH.memory)
     return work
 
 
-def _encode_by_reference(
+def _encode_part(
     work: Work,
-    values: Tensor,  # [n, block_size] fp32
-    first: int,
-    scales: Tensor,  # [n] bf16
-    payload: Tensor,  # [n, bytes] uint8
-    pending: Tensor | None,  # [n, block_size]
+    part: Part,
+    cell: Tensor,  # [cell_bytes] uint8
+    pending: Tensor | None,  # [n, block_size] fp32 or bf16
     rounding: Rounding | None,
 ) -> bool:
-    """Encode the blocks from ``first`` on, and write what encoding lost to ``pending``. Whether all are finite."""
-    blocks = work.table.blocks(first, first + len(values))
+    """Encode a part's values into its cell, and write what encoding lost to ``pending``. Whether all are finite."""
+    values = part.values
+    scales, payload = cell[part.scales].view(torch.bfloat16), cell[part.payload].view(-1, work.payload_bytes)
+    is_usual = (work.encodes_partial or not part.missing) and (pending is None or pending.dtype == torch.float32)
+    if work.encode is not None and is_usual and work.encode(work, values, scales, payload, pending):
+        return True
+    blocks = work.table.blocks(part.blocks.start, part.blocks.stop)
     encoded_scales, encoded = encode_with_errors(values, blocks, work.wire, pending, rounding)
     payload.copy_(encoded)
     if encoded_scales is not None:
@@ -306,8 +317,8 @@ _DECODERS: dict[str, Decoder] = {
 }
 
 
-def _slice(tensors: Sequence[Tensor], table: BlockTable, run: Run, numel: int) -> Tensor:
-    """The elements of a run that is a slice of one tensor, at most ``numel``."""
+def _sliced_blocks(tensors: Sequence[Tensor], table: BlockTable, run: Run, numel: int) -> Tensor:
+    """The elements of a run of blocks that is a slice of one tensor, at most ``numel``."""
     start = (run.start - table.first_blocks[run.first]) * table.block_size
     return memory_order(tensors[run.first])[start : start + numel]
 
@@ -325,10 +336,9 @@ def quantize_cpu(
     """`quantize` on a CPU."""
     if cleared is not None:
         cleared[:, :HEADER_BYTES].zero_()
-    table, size, width = section.table, section.table.block_size, section.payload_bytes
-    work = section.work if section.memory is SCRATCH.memory else _bind(section)
+    table, size = section.table, section.table.block_size
+    work = _work(section)
     cells = message.flatten(0, 1)
-    encode = work.encode if pending is None or pending.dtype == torch.float32 else None
     pending = None if pending is None else pending.view(-1, size)
     tensors = table.segments.real(tensors) if table.segments.is_complex else list(tensors)
     for run, flat, views, parts in work.tiles:
@@ -339,7 +349,7 @@ def quantize_cpu(
             torch._foreach_copy_(views, tensors[run.first : run.last])
             flat.mul_(scale)
         else:
-            source = _slice(tensors, table, run, flat.numel())
+            source = _sliced_blocks(tensors, table, run, flat.numel())
             present = flat[: source.numel()]
             flat[source.numel() :].zero_()
             if source.dtype != torch.float32:
@@ -354,12 +364,7 @@ def quantize_cpu(
         if error is not None:
             flat += error
         for part in parts:
-            cell, values = cells[part.cell], part.values
-            scales, payload = cell[part.scales].view(torch.bfloat16), cell[part.payload].view(-1, width)
-            after = None if pending is None else pending[part.blocks]
-            is_usual = work.encodes_partial or not part.missing
-            if encode is None or not is_usual or not encode(work, values, scales, payload, after):
-                _encode_by_reference(work, values, part.blocks.start, scales, payload, after, rounding)
+            _encode_part(work, part, cells[part.cell], None if pending is None else pending[part.blocks], rounding)
 
 
 def reduce_quantized_cpu(
@@ -372,10 +377,8 @@ def reduce_quantized_cpu(
     rounding: Rounding | None = None,
 ) -> None:
     """`reduce_quantized` on a CPU."""
-    width = section.payload_bytes
-    work = section.work if section.memory is SCRATCH.memory else _bind(section)
+    work = _work(section)
     pieces, world_size, _ = received.shape
-    encode = work.encode if pending is None or pending.dtype == torch.float32 else None
     errors = None if errors is None else errors.view(pieces, section.blocks_per_cell, -1)
     pending = None if pending is None else pending.view(pieces, section.blocks_per_cell, -1)
     for piece in range(pieces):
@@ -388,12 +391,8 @@ def reduce_quantized_cpu(
                 total += errors[piece, part.slots]
             for row, count in part.missing:
                 total[row, count:] = 0
-            scales, payload = cell[part.scales].view(torch.bfloat16), cell[part.payload].view(-1, width)
             after = None if pending is None else pending[piece, part.slots]
-            is_usual = work.encodes_partial or not part.missing
-            if encode is None or not is_usual or not encode(work, total, scales, payload, after):
-                first = part.blocks.start
-                is_finite &= _encode_by_reference(work, total, first, scales, payload, after, rounding)
+            is_finite &= _encode_part(work, part, cell, after, rounding)
         if pending is not None:
             pending[piece, n_blocks:].zero_()
         if not is_finite:
@@ -405,14 +404,14 @@ def _sum_cells(work: Work, cells: Tensor, part: Part, total: Tensor) -> None:
     total.zero_()
     contribution = work.decoded[: len(total)]
     for cell in cells:
-        scales, payload = cell[part.scales].view(torch.bfloat16), cell[part.payload].view(len(total), -1)
+        scales, payload = cell[part.scales].view(torch.bfloat16), cell[part.payload].view(-1, work.payload_bytes)
         work.decode(work, scales, payload, contribution)
         total += contribution
 
 
 def sum_quantized_cpu(received: Tensor, section: Section, total: Tensor, rank: int) -> None:
     """`sum_quantized` on a CPU."""
-    work = section.work if section.memory is SCRATCH.memory else _bind(section)
+    work = _work(section)
     pieces, world_size, _ = received.shape
     sums = total.view(pieces, section.blocks_per_cell, -1)
     for piece in range(pieces):
@@ -428,20 +427,20 @@ def sum_quantized_cpu(received: Tensor, section: Section, total: Tensor, rank: i
 
 def dequantize_cpu(gathered: Tensor, section: Section, tensors: Sequence[Tensor]) -> None:
     """`dequantize` on a CPU."""
-    table, width = section.table, section.payload_bytes
-    work = section.work if section.memory is SCRATCH.memory else _bind(section)
+    table, work = section.table, _work(section)
     cells = gathered.flatten(0, 1)
     tensors = table.segments.real(tensors) if table.segments.is_complex else list(tensors)
     for run, flat, views, parts in work.tiles:
         values, target = flat, None
         if run.is_slice:
-            target = _slice(tensors, table, run, flat.numel())
+            target = _sliced_blocks(tensors, table, run, flat.numel())
             if target.dtype == torch.float32 and target.numel() == flat.numel():
                 values, target = target, None
         blocks = values.view(-1, table.block_size)
         for part in parts:
             cell, out = cells[part.cell], blocks[part.blocks.start - run.start : part.blocks.stop - run.start]
-            work.decode(work, cell[part.scales].view(torch.bfloat16), cell[part.payload].view(-1, width), out)
+            scales, payload = cell[part.scales].view(torch.bfloat16), cell[part.payload].view(-1, work.payload_bytes)
+            work.decode(work, scales, payload, out)
         if work.limit is not None and section.format.is_scaled:
             values.clamp_(-work.limit, work.limit)  # NaN passes, and there is no inf
         elif work.limit is not None:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gradwire.kernels.layouts import WIRE_DTYPES, compute_dtype, is_dense, layout_guard
+from gradwire.kernels.layouts import WIRE_DTYPES, compute_dtype, is_dense, layout_guard, real_numel
 from gradwire.kernels.uploads import Upload
 
 # Elements per program. 4096 with 8 warps is 16 elements a thread: four 16-byte loads of fp32 in flight, and 64 KiB of
@@ -42,7 +42,7 @@ class Run(NamedTuple):
 
 
 def cut_runs(sizes: Sequence[int], room: int) -> list[Run]:
-    """Cut tensors, of ``sizes`` elements or blocks, into runs of at most ``room``, in order."""
+    """Cut tensors, of ``sizes`` elements or blocks, into runs of 1 to ``room``, in order; empty tensors start none."""
     runs: list[Run] = []
     for i, (size, stop) in enumerate(zip(sizes, accumulate(sizes), strict=True)):
         start = stop - size
@@ -50,7 +50,7 @@ def cut_runs(sizes: Sequence[int], room: int) -> list[Run]:
             runs += [Run(i, i + 1, at, min(at + room, stop), True) for at in range(start, stop, room)]
         elif runs and not runs[-1].is_slice and stop - runs[-1].start <= room:
             runs[-1] = runs[-1]._replace(last=i + 1, stop=stop)
-        else:
+        elif size > 0:
             runs.append(Run(i, i + 1, start, stop, False))
     return runs
 
@@ -67,13 +67,13 @@ class SegmentTable:
 
     Args:
         tensors: the list to describe. Only their layouts are kept.
+        fields: rows of the packed table between the lengths and the chunks; None: the offsets.
 
     Attributes:
         source_dtype: dtype of the tensors; ``dtype``: dtype of their real elements.
         compute: dtype of the arithmetic of `flatten`.
         runs: element ranges that the CPU paths process at once, in wire order.
         n_chunks: number of programs of a kernel.
-        fields: rows of the packed table between the addresses and the chunks.
         scratch: memory of the CPU paths in one dtype, run by run, which `gradwire.kernels.flatten` makes.
 
     Raises:
@@ -81,7 +81,7 @@ class SegmentTable:
             has gaps or overlaps in memory, or is a lazy conjugate or negative view.
     """
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], fields: Sequence[Sequence[int]] | None = None) -> None:
         if not tensors:
             raise ValueError("A segment table needs at least one tensor; got an empty list.")
         first = tensors[0]
@@ -105,15 +105,14 @@ class SegmentTable:
                 )
             if tensor.is_conj() or tensor.is_neg():
                 raise ValueError(_lazy_view(i))
-        pair = 2 if self.is_complex else 1
         self.shapes = [tensor.shape for tensor in tensors]
         self.strides = [tensor.stride() for tensor in tensors]
-        self.lengths = [tensor.numel() * pair for tensor in tensors]
+        self.lengths = list(map(real_numel, tensors))
         self.offsets = [0, *accumulate(self.lengths)][:-1]
         self.numel = sum(self.lengths)
         self.runs = cut_runs(self.lengths, CPU_BLOCK_NUMEL)
         self.n_chunks = sum(-(-length // CHUNK_NUMEL) for length in self.lengths)
-        self.fields = [self.lengths, self.offsets]
+        self._fields = [self.offsets] if fields is None else fields
         self._guard: Callable[..., bool] | None = None  # `layout_guard` of the first list that was checked
         self._packed: Upload | None = None
         self._views: tuple[int, torch.dtype, list[Tensor]] | None = None  # address and dtype of the wire, its views
@@ -165,7 +164,7 @@ class SegmentTable:
         if self._packed is None:
             starts = [range(0, length, CHUNK_NUMEL) for length in self.lengths]
             chunk_segments = [i for i, segment_starts in enumerate(starts) for _ in segment_starts]
-            self._packed = Upload(self.device, addresses, chain(*self.fields, chunk_segments, *starts))
+            self._packed = Upload(self.device, addresses, chain(self.lengths, *self._fields, chunk_segments, *starts))
         return self._packed.replace(addresses)
 
     @cached_property

@@ -371,6 +371,17 @@ def test_runs_of_any_size_match_reference(wire, device, monkeypatch):
 
 @pytest.mark.skipif(INTERPRETED, reason="runs belong to the CPU path")
 @pytest.mark.parametrize("wire", ["int4", "bf16"])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_empty_tensor_after_a_tensor_of_several_runs_changes_nothing(wire, world_size, device, monkeypatch):
+    monkeypatch.setattr(block_table_module, "RUN_NUMEL", 1024)
+    monkeypatch.setattr(quantize_cpu, "RUN_NUMEL", 1024)
+    monkeypatch.setattr(quantize_cpu, "SCRATCH", quantize_cpu.Scratch())
+    layouts = (Layout((0,), (1,)), Layout((2500,), (1,)), Layout((0,), (1,)))
+    check(Exchange(wire, layouts=layouts, world_size=world_size), device)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="runs belong to the CPU path")
+@pytest.mark.parametrize("wire", ["int4", "bf16"])
 @pytest.mark.parametrize("position", [0, 2500, -1])
 def test_value_that_is_not_finite_in_any_run_of_a_cell_keeps_the_errors(wire, position, device, monkeypatch):
     monkeypatch.setattr(block_table_module, "RUN_NUMEL", 1024)
@@ -390,13 +401,15 @@ def test_section_works_in_the_scratch_of_the_calling_thread():
     (section,) = layout.sections
     message = torch.zeros(layout.message_shape, dtype=torch.uint8)
     quantize(tensors, section, message, scale=1.0)
-    memory, expected = section.memory, message.clone()
+    work, expected = quantize_cpu.SCRATCH.works[section], message.clone()
     message.zero_()
     with ThreadPoolExecutor(1) as other:
         other.submit(quantize, tensors, section, message, scale=1.0).result()
-    assert section.memory is not memory and torch.equal(message, expected)
+        others = other.submit(lambda: quantize_cpu.SCRATCH.works[section]).result()
+    assert others is not work and torch.equal(message, expected)
+    assert others.decoded.data_ptr() != work.decoded.data_ptr()
     quantize(tensors, section, message, scale=1.0)
-    assert section.memory is memory
+    assert quantize_cpu.SCRATCH.works[section] is work
 
 
 @pytest.mark.parametrize("world_size, pieces", [(4, 1), (3, 2)])

@@ -12,6 +12,7 @@ from gradwire.compress import (
     powersgd,
     powersgd_all_reduce,
 )
+from gradwire.compress import step as step_module
 from gradwire.compress.policy import MatrixShape
 from tests.kernels.exact import assert_same_bits
 
@@ -70,7 +71,8 @@ def factors_after(kind, iterations):
 def test_recorded_step_continues_from_previous_step(kind, monkeypatch):
     eager, after = factors_after(kind, [10, 11, 12])
     assert after == 13
-    monkeypatch.setattr(powersgd, "is_capturing", lambda _: True)
+    for module in (powersgd, step_module):
+        monkeypatch.setattr(module, "is_capturing", lambda _: True)
     # A replay repeats the recorded step, with its number; an alternating step has a recording for each side.
     recorded, after = factors_after(kind, [10, 11, 10] if kind == "alternating" else [10, 10, 10])
     assert after == 13
