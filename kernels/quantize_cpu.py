@@ -193,7 +193,7 @@ def _encode_integers(work: Work, values: Tensor, scales: Tensor, payload: Tensor
     if rounded is None:
         return False
     sign = torch.where(top > bottom, -1.0, 1.0)
-    scale, inverse = (number.mul_(sign) for number in rounded)
+    scale, inverse = rounded[0].mul_(sign), rounded[1].mul_(sign)
     codes = torch.mul(values, inverse, out=work.codes[:n]).round_().clamp_(max=wire.levels - 1)
     if pending is not None:
         torch.addcmul(values, codes, scale, value=-1, out=pending)
