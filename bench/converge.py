@@ -20,8 +20,7 @@ from torch.optim.lr_scheduler import LinearLR
 
 from gradwire.bench import launch, namespaces
 from gradwire.bench.implementations import GRADWIRE, PYTORCH
-from gradwire.bench.namespaces import Rate
-from gradwire.bench.network import LOOPBACK, limit_to, places_of
+from gradwire.bench.namespaces import LOOPBACK, Rate, limit_to, places_of
 from gradwire.bench.record import Measured, Metric, Record, records_of, unique
 from gradwire.bench.tables import Cell, Group, Table, count, format_link, format_value, pivot
 from gradwire.bench.tasks import NO_FEEDBACK, OPTIMIZERS, TASKS, TRAINED_HOOKS, Task, Training, describe

@@ -19,8 +19,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 from gradwire.bench import launch
 from gradwire.bench.implementations import GRADWIRE
-from gradwire.bench.namespaces import Rate
-from gradwire.bench.network import LOOPBACK, limit_to, places_of
+from gradwire.bench.namespaces import LOOPBACK, Rate, limit_to, places_of
 from gradwire.bench.record import Measured, Metric, Record, percentiles_ms, records_of
 from gradwire.bench.tables import Cell, Group, Table, count, format_link, median_of, pivot, relative, value
 from gradwire.bench.tasks import Digits, Training, describe

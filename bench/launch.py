@@ -117,7 +117,7 @@ def launch(module: str, arguments: Sequence[str], places: Sequence[Place]) -> No
     Raises:
         LaunchError: a worker failed.
     """
-    with tempfile.TemporaryFile("w+", errors="replace") as log, _reserved_port() as port:
+    with tempfile.TemporaryFile("w+", errors="replace") as log, reserved_port() as port:
         environment = {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"} | os.environ
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # finds the modules that are found here
         environment |= {
@@ -155,7 +155,7 @@ def launch(module: str, arguments: Sequence[str], places: Sequence[Place]) -> No
 
 
 @contextmanager
-def _reserved_port() -> Iterator[int]:
+def reserved_port() -> Iterator[int]:
     """A port that no other process is given meanwhile, and that a server with SO_REUSEADDR, as PyTorch's, can use."""
     with socket.socket() as reservation:
         reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -16,6 +16,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from gradwire.bench.launch import HERE, Place
+
 _HAS_PYROUTE2 = importlib.util.find_spec("pyroute2") is not None
 if _HAS_PYROUTE2:
     from pyroute2 import IPRoute, NetlinkError, NetNS, config, netns
@@ -74,6 +76,9 @@ class Rate(NamedTuple):
         return cls(text, mbit)
 
 
+LOOPBACK = Rate("loopback", None)  # no link
+
+
 def obstacle() -> str | None:
     """The reason why namespaces cannot be made here; None if there is none."""
     if sys.platform != "linux":
@@ -111,6 +116,17 @@ def hosts(count: int, delay_ms: float = 0.0) -> Iterator[list[Host]]:
                 for interface in (INTERFACE, "lo"):
                     space.link("set", ifname=interface, state="up")
         yield made
+
+
+@contextmanager
+def places_of(count: int, is_local: bool, ranks_per_host: int = 1, delay_ms: float = 0.0) -> Iterator[list[Place]]:
+    """The places of ranks on ``count`` hosts: in a namespace for each, or on this machine's loopback."""
+    nodes = [node for node in range(count) for _ in range(ranks_per_host)]
+    if is_local:
+        yield [HERE._replace(node=node) for node in nodes]
+    else:
+        with hosts(count, delay_ms) as made:
+            yield [Place(made[node].enter, INTERFACE, made[node].address, node) for node in nodes]
 
 
 def _join_by_bridge(made: Sequence[Host], bridge: "NetNS") -> None:
@@ -158,6 +174,12 @@ def limit(rate: Rate) -> None:
             mtu = here.get_links(index)[0].get_attr("IFLA_MTU")
             burst = max(_MIN_BURST, mtu, round(bits / 8 * _BURST_MS / 1e3))
             here.tc("add", "tbf", index=index, rate=f"{bits}bit", burst=burst, latency=f"{_QUEUE_MS}ms")
+
+
+def limit_to(name: str) -> None:
+    """Limit this host's interface to the rate of that name; loopback stays as it is."""
+    if name != LOOPBACK.name:
+        limit(Rate.parse(name))
 
 
 def sent_bytes() -> int:

@@ -8,8 +8,7 @@ and times its steps.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from statistics import median
 from typing import Any
@@ -29,8 +28,7 @@ from gradwire.bench.implementations import (
     make_batch,
     prepare,
 )
-from gradwire.bench.launch import HERE, Place
-from gradwire.bench.namespaces import Rate
+from gradwire.bench.namespaces import LOOPBACK, Rate, limit_to, places_of
 from gradwire.bench.record import Measured, Metric, Record, percentiles_ms, records_of, unique
 from gradwire.bench.tables import Table, count, format_link, format_number, groups_of, median_of, pivot, speed_up, value
 from gradwire.bench.turns import time_in_turn
@@ -42,7 +40,6 @@ DEFAULT_HOOKS = (
     *("powersgd-r1", "powersgd-r4", "powersgd-r16", "powersgd-r8-int8", "powersgd-r16-int8"),
 )
 DEFAULT_RATES = ("100mbit", "1gbit", "unlimited")
-LOOPBACK = Rate("loopback", None)
 _PROBE_BYTES = 8_000_000
 
 
@@ -53,23 +50,6 @@ def measure(hooks: Sequence[str], rates: Sequence[Rate], steps: int, hosts: int,
     with places_of(hosts, is_local=list(rates) == [LOOPBACK], delay_ms=delay_ms) as places:
         records = launch.run(__name__, settings, places)
     return Measured(settings | {"model": MODEL, "first_compressed_step": FIRST_COMPRESSED}, records)
-
-
-@contextmanager
-def places_of(hosts: int, is_local: bool, ranks_per_host: int = 1, delay_ms: float = 0.0) -> Iterator[list[Place]]:
-    """The network of the ranks: a namespace per host, or loopback."""
-    nodes = [node for node in range(hosts) for _ in range(ranks_per_host)]
-    if is_local:
-        yield [HERE._replace(node=node) for node in nodes]
-    else:
-        with namespaces.hosts(hosts, delay_ms) as made:
-            yield [Place(made[node].enter, namespaces.INTERFACE, made[node].address, node) for node in nodes]
-
-
-def limit_to(name: str) -> None:
-    """Limit this host's interface to the rate of that name; loopback stays as it is."""
-    if name != LOOPBACK.name:
-        namespaces.limit(Rate.parse(name))
 
 
 def main(settings: dict[str, Any], device: torch.device) -> list[Record]:

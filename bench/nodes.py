@@ -26,8 +26,7 @@ from torch.distributed.tensor import DTensor
 import gradwire
 from gradwire.bench import launch, namespaces, scale
 from gradwire.bench.implementations import FIRST_COMPRESSED, GRADWIRE, PYTORCH, TorchDDP
-from gradwire.bench.namespaces import Rate
-from gradwire.bench.network import LOOPBACK, limit_to, places_of
+from gradwire.bench.namespaces import LOOPBACK, Rate, limit_to, places_of
 from gradwire.bench.record import Measured, Metric, Record, percentiles_ms, records_of
 from gradwire.bench.tables import Cell, Group, Table, find, format_rate, format_value, groups_of, median_of, pivot
 from gradwire.bench.tasks import Batch, Gpt, Text

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from gradwire.bench import demo as demo_bench
-from gradwire.bench import namespaces, network
+from gradwire.bench import namespaces
 from gradwire.bench.tables import format_link
 from gradwire.cli import doctor as doctor_command
 from gradwire.cli import run as run_command
@@ -119,13 +119,13 @@ def demo(
             f"As root on Linux, gradwire demo trains over a {asked} link. Most of a step is then\n"
             "communication, so hooks that send less train faster.\n"
         )
-        link = network.LOOPBACK
-    threads = int(os.environ.get("OMP_NUM_THREADS", "1"))
+        link = namespaces.LOOPBACK
+    threads = os.environ.get("OMP_NUM_THREADS", "1").partition(",")[0].strip()  # a number per level of nesting
     records = measured(
         "gradwire demo",
         partial(demo_bench.measure, names, link, processes, epochs, seed, delay),
         demo_bench.demo_device(processes, link),
-        threads,
+        int(threads) if threads.isdecimal() else 1,
     )
     from gradwire.bench.plots import draw_demo  # matplotlib takes a second to import
 

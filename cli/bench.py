@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from gradwire.bench import converge, demo, host, kernels, network, nodes, reducer, telemetry
+from gradwire.bench import converge, demo, host, kernels, namespaces, network, nodes, reducer, telemetry
 from gradwire.bench import hooks as hook_bench
 from gradwire.bench.models import MODELS
 from gradwire.bench.record import Measured, Record, RecordError, load
@@ -232,7 +232,7 @@ def bench_converge(
     At 100mbit, the task digits takes a few minutes, and the task text 45 minutes.
     """
     chosen, names = parse_choice(task, TASKS, "--task"), parse_hooks(hooks, TRAINED_HOOKS)
-    link = network.LOOPBACK if loopback else parse_rate(rate, "--rate")
+    link = namespaces.LOOPBACK if loopback else parse_rate(rate, "--rate")
     of_task = TASKS[chosen].optimizers
     trained = parse_choices(of_task[0] if optimizers is None else optimizers, of_task, "--optimizers")
     measure = partial(converge.measure, chosen, trained, names, link, seeds, hosts, delay)

@@ -10,8 +10,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from gradwire.bench.namespaces import MAX_LIMITED_MBIT, MAX_MODELED_MBIT, Rate
-from gradwire.bench.network import LOOPBACK
+from gradwire.bench.namespaces import LOOPBACK, MAX_LIMITED_MBIT, MAX_MODELED_MBIT, Rate
 from gradwire.planner.hook_registry import HookEntry
 
 # Upper bounds of options. Larger values would take weeks or exceed any machine.

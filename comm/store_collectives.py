@@ -163,10 +163,19 @@ class StoreRequests:
         return None if self.is_stuck else self._wait(self._start(request), seconds)
 
     def require(self, request: Callable[[Store], T], timeout: timedelta) -> T:
-        """The answer; RuntimeError if the store refuses the request or has no answer within ``timeout``."""
-        answer = self.ask(lambda store: (request(store),), timeout.total_seconds())
+        """The answer; RuntimeError, from that of the request, if it fails or has no answer within ``timeout``."""
+        errors: list[Exception] = []
+
+        def noted(store: Store) -> tuple[T]:
+            try:
+                return (request(store),)
+            except Exception as error:
+                errors.append(error)
+                raise
+
+        answer = self.ask(noted, timeout.total_seconds())
         if answer is None:
-            raise RuntimeError(NO_STORE.format(seconds=timeout.total_seconds()))
+            raise RuntimeError(NO_STORE.format(seconds=timeout.total_seconds())) from next(iter(errors), None)
         return answer[0]
 
     def tell(self, request: Callable[[Store], object]) -> None:

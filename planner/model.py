@@ -7,9 +7,9 @@ only if it saves more time on the link than it takes. How much overlaps depends 
 Source: Agarwal, Wang, Venkataraman, Papailiopoulos, "On the Utility of Gradient Compression in Distributed Training
 Systems", MLSys 2022 (arXiv:2103.00543).
 
-Here a bucket is launched on the thread of the backward pass, exchanged as in `gradwire.comm.pipeline`, and finished on
-that thread after the backward pass. Every end time is a maximum of sums of durations, so the predicted step never gets
-shorter if a duration gets longer.
+Here a bucket is launched on the thread of the backward pass, exchanged as in `gradwire.planner.pipeline`, and finished
+on that thread after the backward pass. Every end time is a maximum of sums of durations, so the predicted step never
+gets shorter if a duration gets longer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from gradwire.comm.executor import MAX_TASKS_IN_FLIGHT
-from gradwire.comm.pipeline import BucketTimes, busy_until, exchange_ends
+from gradwire.planner.pipeline import BucketTimes, busy_until, exchange_ends
 
 
 class Overlap(Enum):

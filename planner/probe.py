@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.comm import connections_of, executor_for
+from gradwire.comm.groups import is_gloo_on_cpu
 from gradwire.comm.nodes import ranks_per_node
 from gradwire.comm.torch_internals import default_group
 from gradwire.planner import jobs
@@ -87,7 +88,7 @@ def measure_exchange(
     else:
         per_node = given.ranks_per_node
         local_size, round_trip = (per_node if per_node < world_size else 1), 2 * given.latency
-    costs, is_gloo = [], dist.get_backend(own) == "gloo"
+    costs, is_gloo = [], dist.get_backend(own) == "gloo" or (device.type == "cpu" and is_gloo_on_cpu(own))
     with _frozen_heap():
         for name in names:
             progress(f"hook {name}")

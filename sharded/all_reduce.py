@@ -19,9 +19,20 @@ from gradwire.hooks._decorators import CommHook, is_zero_copy
 from gradwire.hooks._names import plain_name
 from gradwire.hooks.hook_state import HookState
 from gradwire.kernels import SegmentTable
-from gradwire.sharded.exchange import ShardedExchange, described, name_of
+from gradwire.sharded.exchange import ShardedExchange, name_of
 from gradwire.sharded.reduce_scatter import QuantizedReduceScatter
 from gradwire.sharded.torch_internals import ParameterGroup
+
+
+def shard_layouts(parameters: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    """Tensors without memory in the layouts of this rank's shards of FSDP2's parameters, by name; none if empty."""
+    layouts = {}
+    for name, parameter in parameters.items():
+        size, stride = parameter.sharded_size, parameter.contiguous_sharded_stride
+        if size.numel() > 0:  # a shard is empty if dimension 0 has fewer rows than there are shards
+            layouts[name] = torch.empty_strided(size, stride, dtype=dtype, device=device)
+            layouts[name].untyped_storage().resize_(0)
+    return layouts
 
 
 class ShardBucket(Bucket):
@@ -35,25 +46,27 @@ class ShardBucket(Bucket):
         dtype: dtype of the flat tensor.
         device: its device.
         replicas: the ranks that hold the same shards.
+        model_layouts: the `shard_layouts` of all parameters between whose replicas the hook averages. By these tensors
+            a handshake knows the model.
 
     Attributes:
         numel: number of elements of the flat tensor, padding included.
     """
 
     def __init__(
-        self, parameters: Mapping[str, Any], dtype: torch.dtype, device: torch.device, replicas: dist.ProcessGroup
+        self,
+        parameters: Mapping[str, Any],
+        dtype: torch.dtype,
+        device: torch.device,
+        replicas: dist.ProcessGroup,
+        model_layouts: Mapping[str, Tensor],
     ) -> None:
+        layouts = shard_layouts(parameters, dtype, device)
+        self._names, self._layouts = list(layouts), list(layouts.values())
         self.numel = 0
-        self._names: list[str] = []
-        self._layouts: list[Tensor] = []
         self._offsets: list[int] = []
         for name, parameter in parameters.items():
-            size, stride = parameter.sharded_size, parameter.contiguous_sharded_stride
-            if size.numel() > 0:  # a shard is empty if dimension 0 has fewer rows than there are shards
-                layout = torch.empty_strided(size, stride, dtype=dtype, device=device)
-                layout.untyped_storage().resize_(0)
-                self._names.append(name)
-                self._layouts.append(layout)
+            if name in layouts:
                 self._offsets.append(self.numel)
             self.numel += parameter.padded_sharded_param_size.numel()
         self._table = SegmentTable(self._layouts)
@@ -61,7 +74,7 @@ class ShardBucket(Bucket):
         self.position, self.is_final, self.zero_copy = 0, False, True
         self.device, self.dtype, self.process_group = device, dtype.to_real(), replicas
         self.names = tuple(map(plain_name, self._names))
-        self.first, self.model_parameters = self._layouts[0], self._layouts
+        self.first, self.model_parameters = model_layouts[self._names[0]], list(model_layouts.values())
         self.layouts = [(layout.shape, layout.stride()) for layout in self._layouts]
 
     def collect(self, flat: Tensor, position: int, is_last: bool, zero_copy: bool) -> None:
@@ -136,14 +149,22 @@ class ReplicaGroup(dist.ProcessGroup):
         state: state of the hook.
         hook: a communication hook.
         exchange: shared by all parameter groups of a model.
+        model_layouts: see `ShardBucket`.
     """
 
-    def __init__(self, group: ParameterGroup, state: Any, hook: CommHook, exchange: ShardedExchange) -> None:
+    def __init__(
+        self,
+        group: ParameterGroup,
+        state: Any,
+        hook: CommHook,
+        exchange: ShardedExchange,
+        model_layouts: Mapping[str, Tensor],
+    ) -> None:
         assert group.replicas is not None
         super().__init__(group.replicas.rank(), group.replicas.size())  # type: ignore[call-arg]
         self.replicas, self._group = group.replicas, group
         self._state, self._hook, self._is_zero_copy = state, hook, is_zero_copy(hook)
-        self._exchange = exchange
+        self._exchange, self._model_layouts = exchange, model_layouts
         self._buckets: dict[object, ShardBucket | None] = {}
 
     def getBackendName(self) -> str:
@@ -159,30 +180,29 @@ class ReplicaGroup(dist.ProcessGroup):
         (flat,) = tensors
         exchange, operation = self._exchange, options.reduceOp
         exchange.begin()
-        bucket, is_mean = self.bucket(flat.dtype), operation == dist.ReduceOp.AVG
-        is_whole = bucket is not None and flat.numel() == bucket.numel and self not in exchange.averaged
+        bucket, is_mean = self._bucket(flat.dtype), operation == dist.ReduceOp.AVG
+        is_whole = bucket is not None and flat.numel() == bucket.numel and not exchange.has_averaged(self._group)
         if bucket is None or not is_whole or not (is_mean or operation == dist.ReduceOp.SUM):
             exchange.wait()  # FSDP2 may add to the gradients
             return self.replicas.allreduce(tensors, options)
-        exchange.averaged.append(self)
-        name = f"all-reduce of {described(self._group)} by {name_of(self._hook)}"
-        exchange.attempt(self.replicas, name, partial(self._start, name, bucket, flat, is_mean))
+        place = exchange.begin_average(self._group)
+        name = f"all-reduce of {self._group} by {name_of(self._hook)}"
+        exchange.attempt(self.replicas, name, partial(self._start, name, bucket, flat, place, is_mean))
         if has_streams(flat.device) or not is_mean or self._group.is_read_in_backward(flat.dtype):
             exchange.wait()
         if not is_mean:
             flat.mul_(self.size())
         return None
 
-    def _start(self, name: str, bucket: ShardBucket, flat: Tensor, is_mean: bool) -> None:
-        exchange = self._exchange
-        n_averaged = len(exchange.averaged)
-        bucket.collect(flat, n_averaged - 1, n_averaged == exchange.n_groups, self._is_zero_copy)
+    def _start(self, name: str, bucket: ShardBucket, flat: Tensor, place: tuple[int, bool], is_mean: bool) -> None:
+        bucket.collect(flat, *place, self._is_zero_copy)
         try:
             future = self._hook(self._state, bucket)  # type: ignore[arg-type]
         except BaseException:
             bucket.release()
             raise
-        exchange.awaited[self._group] = (self.replicas, name, partial(self._finish, bucket, flat, is_mean, future))
+        finish = partial(self._finish, bucket, flat, is_mean, future)
+        self._exchange.finish_later(self._group, self.replicas, name, finish)
 
     def _finish(self, bucket: ShardBucket, flat: Tensor, is_mean: bool, future: Any) -> None:
         connections = connections_of(self.replicas)
@@ -194,7 +214,8 @@ class ReplicaGroup(dist.ProcessGroup):
             bucket.release()
         if isinstance(self._state, HookState):
             kept = flat if is_mean else flat.clone()  # FSDP2 divides sums
-            self._exchange.unapplied[self._group] = [partial(self._take_back, bucket, kept)]
+            take_back = partial(self._take_back, bucket, kept)
+            self._exchange.keep_result(self._group, take_back, replaces_earlier=True)
 
     def _take_back(self, bucket: ShardBucket, mean: Tensor) -> None:
         """Add a mean that was not applied to the errors of the hook, or of the reduce-scatter if the hook has none."""
@@ -209,11 +230,14 @@ class ReplicaGroup(dist.ProcessGroup):
         if isinstance(self._group.reduce_scatter, QuantizedReduceScatter):
             self._group.reduce_scatter.take_back(mean, taken)
 
-    def bucket(self, dtype: torch.dtype) -> ShardBucket | None:
+    def _bucket(self, dtype: torch.dtype) -> ShardBucket | None:
         """Shards of the trainable parameters, in ``dtype``; None if this rank has none, or their order is unknown."""
         found = self._group.trainable() or {}
         key = (dtype, tuple(found))
         if key not in self._buckets:
             has_elements = any(each.sharded_size.numel() > 0 for each in found.values())
-            self._buckets[key] = ShardBucket(found, dtype, self._group.device, self.replicas) if has_elements else None
+            self._buckets[key] = None
+            if has_elements:
+                device, layouts = self._group.device, self._model_layouts
+                self._buckets[key] = ShardBucket(found, dtype, device, self.replicas, layouts)
         return self._buckets[key]

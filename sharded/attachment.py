@@ -18,7 +18,7 @@ from gradwire.hooks._settings import HookSettings, check_pairing, in_group
 from gradwire.hooks.hook_state import HookState, option_values
 from gradwire.kernels import WIRE_FORMATS
 from gradwire.sharded import checkpoint
-from gradwire.sharded.all_reduce import ReplicaGroup, ShardBucket
+from gradwire.sharded.all_reduce import ReplicaGroup, shard_layouts
 from gradwire.sharded.exchange import ShardedExchange, name_of
 from gradwire.sharded.recovery import resynchronize
 from gradwire.sharded.reduce_scatter import QuantizedReduceScatter, ReduceScatterOptions
@@ -118,7 +118,7 @@ class Attachment:
                 self.state.load_state_dict(dict(state_dict))
             return
         checkpoint.load(self.state, state_dict, self._groups, self._with_errors)
-        self._exchange.is_loaded = True
+        self._exchange.compare_again()
 
 
 def attach(
@@ -179,19 +179,39 @@ def attach(
         check_patterns(state.options, names)
     settings = {name: str(value) for name, value in option_values(options).items()}
     process_groups = [each for group in groups for each in group.process_groups()]
-    exchange = ShardedExchange(process_groups, groups[0].device, {"hook": "attach", **settings})
+    replicas = next((group.replicas for group in replicated), None)
+    layouts: dict[str, torch.Tensor] = {}
+    if averages:
+        assert hook is not None and replicas is not None
+        state = in_group(state, hook, replicas)
+        for group in replicated:
+            layouts |= shard_layouts(group.parameters, group.reduced_dtype(), group.device)
+    averaged = [[name for name in group.trainable() or {} if name in layouts] for group in replicated]
+    n_averages = sum(map(bool, averaged))
+    step_ends = [state._begin_step] if isinstance(state, HookState) else []
+    exchange = ShardedExchange(
+        process_groups, groups[0].device, {"hook": "attach", **settings}, n_averages=n_averages, step_ends=step_ends
+    )
     report = []
     if averages:
-        assert hook is not None and replicated[0].replicas is not None
-        state = in_group(state, hook, replicated[0].replicas)
-        report.append(_attach_to_replicas(replicated, state, hook, exchange))
+        assert hook is not None and replicas is not None
+        for group in replicated:
+            group.replace_replicas(ReplicaGroup(group, state, hook, exchange, layouts))
+        if isinstance(state, HookState):
+            # A pattern may match only parameters that are not compressed, or of which this rank has no rows.
+            empty = {name: torch.empty(0, device=group.device) for group in replicated for name in group.parameters}
+            state.names.bind_layouts(empty | {name: layouts[name] for names in averaged for name in names})
+        report.append(
+            f"{name_of(hook)} compresses the all-reduce of {n_averages} parameter groups between "
+            f"{replicas.size()} replicas"
+        )
     if options is not None:
         report.append(_attach_to_shards(scattered, options, exchange))
     plain = ["the reduce-scatter"] if scattered and options is None else []
     if replicated and not averages:
         plain.append("the all-reduce between replicas")
-    elif exchange.n_groups < len(replicated):
-        left = len(replicated) - exchange.n_groups
+    elif n_averages < len(replicated):
+        left = len(replicated) - n_averages
         plain.append(f"{left} parameter groups of several dtypes or without gradients")
     if plain:
         report.append(f"plain: {', '.join(plain)}")
@@ -243,32 +263,6 @@ def _check_groups(model: nn.Module, groups: Sequence[ParameterGroup], averages: 
             f"The parameter groups of this model have replicas on different ranks: {sorted(ranks)}. Attach a state of "
             "its own to each submodule."
         )
-
-
-def _attach_to_replicas(
-    replicated: Sequence[ParameterGroup], state: Any, hook: CommHook, exchange: ShardedExchange
-) -> str:
-    """Let a hook average all parameter groups; returns a line of the report."""
-    buckets: list[ShardBucket] = []
-    layouts: dict[str, torch.Tensor] = {}
-    for group in replicated:
-        stand_in = ReplicaGroup(group, state, hook, exchange)
-        group.replace_replicas(stand_in)
-        if (bucket := stand_in.bucket(group.reduced_dtype())) is not None:
-            buckets.append(bucket)
-            layouts.update(zip(bucket.parameter_names(), bucket.parameters(), strict=True))
-    exchange.n_groups = len(buckets)
-    for bucket in buckets:
-        bucket.model_parameters = list(layouts.values())
-    if isinstance(state, HookState):
-        # A pattern may match only parameters that are not compressed, or of which this rank has no rows.
-        empty = {name: torch.empty(0, device=group.device) for group in replicated for name in group.parameters}
-        state.names.bind_layouts(empty | layouts)
-        exchange.step_ends.append(state._begin_step)
-    return (
-        f"{name_of(hook)} compresses the all-reduce of {exchange.n_groups} parameter groups between "
-        f"{stand_in.size()} replicas"
-    )
 
 
 def _attach_to_shards(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -15,12 +15,6 @@ from gradwire.comm.torch_internals import NO_BACKWARD, current_backward, queue_c
 from gradwire.comm.transport import wait_for
 from gradwire.hooks._handshake import compare_settings
 from gradwire.sharded.torch_internals import ParameterGroup
-
-
-def described(group: ParameterGroup) -> str:
-    """The parameters of a group, for an error message."""
-    first, *others = group.parameters
-    return f"{first} and {len(others)} more parameters" if others else first
 
 
 def name_of(hook: object) -> str:
@@ -43,28 +37,33 @@ class ShardedExchange:
         groups: the process groups of shards, of replicas and of tensor parallel ranks, in the same order on all ranks.
         device: device of the gradients. Parameters may be offloaded to another one.
         settings: settings that must be equal on all ranks, with the name of the ``hook``.
+        n_averages: number of parameter groups that a hook averages between replicas in a whole step.
+        step_ends: called at the end of every backward that has raised no error.
 
     Attributes:
+        groups: the process groups.
         device: device of the gradients.
-        n_groups: number of parameter groups that are averaged between replicas in a whole step.
         n_steps: number of backwards that have raised no error.
-        averaged: the process groups of the parameter groups that a hook has averaged in this backward.
-        step_ends: called at the end of every backward that has raised no error.
-        awaited: the exchanges in flight by parameter group: process group, name, and the function that waits for the
-            result.
-        unapplied: functions by parameter group that add the results of this step to the error memory, if it fails.
-        is_loaded: whether a checkpoint was loaded since the ranks compared their settings.
+        step_ends: the list of these functions, to which `Attachment.step_ends` may add.
     """
 
-    def __init__(self, groups: Iterable[dist.ProcessGroup], device: torch.device, settings: Mapping[str, str]) -> None:
-        self.groups = list(dict.fromkeys(groups))
-        self.n_groups = self.n_steps = 0
-        self.averaged: list[object] = []
-        self.step_ends: list[Callable[[], None]] = []
-        self.awaited: dict[ParameterGroup, tuple[dist.ProcessGroup, str, Callable[[], None]]] = {}
-        self.unapplied: dict[ParameterGroup, list[Callable[[], None]]] = {}
-        self.is_loaded = False
-        self.device, self._settings = device, settings
+    def __init__(
+        self,
+        groups: Iterable[dist.ProcessGroup],
+        device: torch.device,
+        settings: Mapping[str, str],
+        n_averages: int = 0,
+        step_ends: Sequence[Callable[[], None]] = (),
+    ) -> None:
+        self.groups, self.device = list(dict.fromkeys(groups)), device
+        self.n_steps, self.step_ends = 0, list(step_ends)
+        self._settings, self._n_averages = settings, n_averages
+        self._averaged: list[ParameterGroup] = []  # by a hook, in this backward
+        # The exchanges in flight: process group, name, and the function that waits for the result.
+        self._awaited: dict[ParameterGroup, tuple[dist.ProcessGroup, str, Callable[[], None]]] = {}
+        # Functions that add the results of this step to the error memory, if it fails.
+        self._unapplied: dict[ParameterGroup, list[Callable[[], None]]] = {}
+        self._is_loaded = False  # whether a checkpoint was loaded since the ranks compared their settings
         self._agreed: dict[dist.ProcessGroup, int] = {}  # generation of the connections in the latest handshake
         self._backward = NO_BACKWARD
         self._error: Exception | None = None  # of this backward
@@ -79,6 +78,15 @@ class ShardedExchange:
                 self._end_step()
             self._backward = backward
             queue_callback(self._end_backward)
+
+    def has_averaged(self, parameters: ParameterGroup) -> bool:
+        """Whether a hook has averaged the parameter group in this backward."""
+        return parameters in self._averaged
+
+    def begin_average(self, parameters: ParameterGroup) -> tuple[int, bool]:
+        """Note that a hook averages the parameter group; returns its position in this backward, and if it is last."""
+        self._averaged.append(parameters)
+        return len(self._averaged) - 1, len(self._averaged) == self._n_averages
 
     def attempt(self, group: dist.ProcessGroup, name: str, exchange: Callable[[], None]) -> bool:
         """Call ``exchange``, which exchanges gradients between the ranks of ``group``, unless this backward has failed.
@@ -110,19 +118,43 @@ class ShardedExchange:
             self.leave(elsewhere or own)
         return self._error is None
 
+    def finish_later(
+        self, parameters: ParameterGroup, group: dist.ProcessGroup, name: str, finish: Callable[[], None]
+    ) -> None:
+        """Keep an exchange in flight; `wait` attempts ``finish``, which waits for its result."""
+        self._awaited[parameters] = (group, name, finish)
+
+    def is_in_flight(self, parameters: ParameterGroup) -> bool:
+        """Whether an exchange of the parameter group is in flight."""
+        return parameters in self._awaited
+
     def wait(self) -> None:
         """Wait for the exchanges in flight, in order."""
-        while self.awaited:
-            key = next(iter(self.awaited))
-            if self.attempt(*self.awaited[key]):
-                del self.awaited[key]
+        while self._awaited:
+            key = next(iter(self._awaited))
+            if self.attempt(*self._awaited[key]):
+                del self._awaited[key]
+
+    def keep_result(
+        self, parameters: ParameterGroup, take_back: Callable[[], None], *, replaces_earlier: bool = False
+    ) -> None:
+        """Call ``take_back``, which adds a result to the error memory, if the step that applies the result fails.
+
+        With ``replaces_earlier``, it also stands for the earlier results of the parameter group in this step.
+        """
+        earlier = [] if replaces_earlier else self._unapplied.get(parameters, [])
+        self._unapplied[parameters] = [*earlier, take_back]
+
+    def compare_again(self) -> None:
+        """Let the ranks compare their settings at the next exchange, because this one has loaded a checkpoint."""
+        self._is_loaded = True
 
     def leave(self, reason: str) -> None:
         """Leave the exchange in all process groups (`Connections.fail`). Results that have arrived are kept."""
         for group in self.groups:
             with suppress(RuntimeError):  # the group was destroyed
                 connections_of(group).fail(reason)
-        awaited, self.awaited = self.awaited, {}
+        awaited, self._awaited = self._awaited, {}
         for _, _, finish in awaited.values():
             with suppress(Exception), torch.no_grad():  # the exchange has failed on this rank, too
                 finish()
@@ -131,12 +163,12 @@ class ShardedExchange:
         """The handshake of all ranks, at the first exchange, after a load, and on new connections."""
         generations = {group: connections_of(group).generation for group in self.groups}
         again = generations == self._agreed
-        if again and not self.is_loaded:
+        if again and not self._is_loaded:
             return
-        settings = {**self._settings, "checkpoint loaded since the last handshake": str(self.is_loaded)}
+        settings = {**self._settings, "checkpoint loaded since the last handshake": str(self._is_loaded)}
         for group in self.groups:
             compare_settings(group, settings, again)
-        self._agreed, self.is_loaded = generations, False
+        self._agreed, self._is_loaded = generations, False
 
     def _end_backward(self) -> None:
         # Callbacks run in order, and FSDP2's own may still reduce the parameter groups that are left.
@@ -158,26 +190,26 @@ class ShardedExchange:
             wait_for(transport.start_all_reduce(torch.zeros(1)), connections.check_peers)
 
     def _end_step(self) -> None:
-        self._backward, self.averaged = NO_BACKWARD, []
+        self._backward, self._averaged = NO_BACKWARD, []
         error, self._error = self._error, None
         if error is not None:
             self.take_back()
             raise error
         self.n_steps += 1
-        for group in list(self.unapplied):
+        for group in list(self._unapplied):
             if not group.holds_partial_sums():
-                del self.unapplied[group]
+                del self._unapplied[group]
         for step_ends in self.step_ends:
             step_ends()
 
     def restart(self) -> None:
         """Discard the step that an error has ended."""
-        self._backward, self.averaged, self._error = NO_BACKWARD, [], None
+        self._backward, self._averaged, self._error = NO_BACKWARD, [], None
         self.take_back()
 
     def take_back(self) -> None:
         """Add the results of a step that is not applied to the error memory."""
-        unapplied, self.unapplied = self.unapplied, {}
+        unapplied, self._unapplied = self._unapplied, {}
         with torch.no_grad():
             for functions in unapplied.values():
                 for function in functions:

@@ -12,7 +12,7 @@ from torch import nn
 from gradwire.comm import connections_of
 from gradwire.comm.rank_differences import check_collectives
 from gradwire.comm.store_collectives import gather_json
-from gradwire.comm.torch_internals import collective_counts
+from gradwire.comm.torch_internals import collective_counts, unique_name
 from gradwire.hooks._handshake import digest
 from gradwire.hooks.hook_state import HookState, share_hook_state
 from gradwire.sharded.exchange import ShardedExchange
@@ -40,7 +40,7 @@ def resynchronize(
     shards = {name: each.sharded_param.detach().to_local() for name, each in parameters.items()}
     mine = {
         "generation": max(connections_of(group).generation for group in exchange.groups),
-        "collectives": {str(dist.get_process_group_ranks(each)): collective_counts(each) for each in exchange.groups},
+        "collectives": {unique_name(each): collective_counts(each) for each in exchange.groups},
         "steps": exchange.n_steps,
         "replicas": None if replicas is None else str(dist.get_process_group_ranks(replicas)),
         "parameters": digest(shards),
@@ -72,8 +72,8 @@ def resynchronize(
 
 def _check(facts: Sequence[Mapping[str, Any]]) -> None:
     """Raise RuntimeError, on every rank, if some have applied the failed step, or FSDP2 cannot go on."""
-    for ranks in {ranks for one in facts for ranks in one["collectives"]}:
-        check_collectives([one["collectives"][ranks] for one in facts if ranks in one["collectives"]])
+    for name in sorted({name for one in facts for name in one["collectives"]}):
+        check_collectives([one["collectives"][name] for one in facts if name in one["collectives"]], name)
     if any(one["in backward"] for one in facts):
         raise RuntimeError(
             f"FSDP2 is in the middle of a backward that has raised an error, and torch {torch.__version__} has no "

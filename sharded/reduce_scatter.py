@@ -16,7 +16,7 @@ from gradwire.comm.transport import wait_for
 from gradwire.compress import ScatterBucket, WirePolicy, quantized_reduce_scatter
 from gradwire.compress.policy import exempt_format
 from gradwire.kernels import WIRE_FORMATS
-from gradwire.sharded.exchange import ShardedExchange, described
+from gradwire.sharded.exchange import ShardedExchange
 from gradwire.sharded.torch_internals import ParameterGroup
 
 
@@ -76,11 +76,11 @@ class QuantizedReduceScatter:
         """
         scale = _scale(op, group.size())
         self._exchange.begin()
-        if self._group in self._exchange.awaited:  # reduced before in this backward
+        if self._exchange.is_in_flight(self._group):  # reduced before in this backward
             self._exchange.wait()
         if scale is None or input_tensor.is_complex():
             return self.native(output_tensor, input_tensor, group, op, async_op)  # type: ignore[no-any-return]
-        name = f"reduce-scatter of {described(self._group)} in {self._options.wire}"
+        name = f"reduce-scatter of {self._group} in {self._options.wire}"
         if not self._exchange.attempt(group, name, lambda: self._reduce(output_tensor, input_tensor, group, scale)):
             output_tensor.fill_(torch.nan)  # PyTorch still averages it with the other replicas
         return None
@@ -103,8 +103,7 @@ class QuantizedReduceScatter:
         wait_for(future, connections.check_peers)
         if bucket.errors is not None:
             # FSDP2 overwrites the result: all-reduces it, and divides sums.
-            unapplied = partial(self.take_back, output.clone())
-            self._exchange.unapplied.setdefault(self._group, []).append(unapplied)
+            self._exchange.keep_result(self._group, partial(self.take_back, output.clone()))
 
     def take_back(self, shard: Tensor, excluded: Collection[str] = ()) -> None:
         """Add this rank's shard of a result that was not applied to the errors, except for ``excluded`` parameters."""

@@ -66,6 +66,10 @@ class ParameterGroup:
         self.replicas = replicas if isinstance(replicas, dist.ProcessGroup) else None
         self._group, self._mesh, self._reduce_scatter = group, mesh, group._reduce_scatter_comm
 
+    def __str__(self) -> str:
+        first, *others = self.parameters
+        return f"{first} and {len(others)} more parameters" if others else first
+
     def process_groups(self) -> list[dist.ProcessGroup]:
         """Shards, replicas, and all other groups of several ranks in the parameters' meshes: tensor parallel ones."""
         meshes = dict.fromkeys(each.sharded_param.device_mesh for each in self.parameters.values())

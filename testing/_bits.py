@@ -26,7 +26,8 @@ def differences(actual: Any, expected: Any, path: str = "") -> list[str]:
         if actual.shape != expected.shape or actual.dtype != expected.dtype:
             return [f"{path}: {actual.dtype} {tuple(actual.shape)}, not {expected.dtype} {tuple(expected.shape)}"]
         wrong = (actual != expected).sum().item()
-        largest = (actual - expected).abs().max().item() if actual.numel() else 0.0
+        wide = torch.complex128 if actual.is_complex() else torch.float64
+        largest = (actual.to(wide) - expected.to(wide)).abs().max().item() if actual.numel() else 0.0
         return [f"{path}: {wrong} of {actual.numel()} elements differ, by up to {largest:.3g}"]
     if type(actual) is not type(expected):
         return [f"{path}: {actual!r}, not {expected!r}"]

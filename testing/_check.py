@@ -5,6 +5,7 @@ import functools
 import pickle
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -62,6 +63,10 @@ class _Stop(BaseException):
     """Ends the search for a smaller case. Not an `Exception`, because hypothesis would continue."""
 
 
+class _PassedOver(Exception):
+    """The hook has raised an error or hung in a case, and the law "any tensor" is skipped."""
+
+
 def check_laws(
     make_state: Callable[[], Any],
     hook: Callable[..., Any] | None,
@@ -102,7 +107,8 @@ def check_laws(
             it, so it must be at the top level of a module, like ``hook``.
         hook: ``hook(state, bucket)`` for `torch.nn.parallel.DistributedDataParallel.register_comm_hook`; None checks
             the DDPs without a hook.
-        skip: names of laws not to check.
+        skip: names of laws not to check. Without "any tensor", cases in which the hook raises an error or hangs are
+            passed over.
         world_sizes: numbers of ranks, at least 2. A checkpoint of each world resumes on the next one.
         max_examples: random cases per group of laws and world size. There are three groups: training on both DDPs, a
             gradient that is not finite, and a checkpoint.
@@ -112,6 +118,7 @@ def check_laws(
         LawViolation: a law is violated.
         TypeError: ``make_state`` is not callable, or the ranks cannot import it or ``hook``.
         ValueError: ``skip`` has a name that is not in `LAWS`.
+        RuntimeError: ``make_state`` raised an error on a rank, or did not end.
 
     Examples:
         >>> def test_topk_hook():
@@ -158,8 +165,11 @@ class _Check:
     ) -> None:
         self._kit = {"make_state": make_state, "hook": hook}
         self._skip, self._world_size, self._time_limit = skip, world_size, time_limit
-        describe = _world(world_size).run(_laws.describe, make_state=make_state, limit=time_limit)
-        text, self._start, self.has_checkpoints = describe[0]
+        try:
+            described = _world(world_size).run(_laws.describe, make_state=make_state, limit=time_limit)
+        except CaseFailed as failure:
+            raise RuntimeError(f"make_state is {make_state!r}, and no rank can use it: {failure.first}") from None
+        text, self._start, self.has_checkpoints = described[0]
         self._name = f"{getattr(hook, '__name__', hook)} with {text}"
         self._latest: LawViolation | None = None  # the smallest: hypothesis tries smaller cases only
         self._runs_to_shrink = RUNS_TO_SHRINK
@@ -178,7 +188,8 @@ class _Check:
         )
         @hypothesis.given(case=strategy)
         def holds(case: Case) -> None:
-            check(case)
+            with suppress(_PassedOver):
+                check(case)
 
         try:
             holds()
@@ -196,6 +207,8 @@ class _Check:
         try:
             return _world(size).run(function, limit=self._time_limit, case=case, **self._kit, **arguments)
         except CaseFailed as failure:
+            if "any tensor" in self._skip:
+                raise _PassedOver from None
             self._latest = LawViolation("any tensor", self._name, case, size, failure.first)
             raise (_Stop if failure.is_timeout else self._latest) from None
 

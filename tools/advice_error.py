@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from gradwire.bench.models import JOBS
-from gradwire.bench.namespaces import Rate
-from gradwire.bench.network import limit_to
+from gradwire.bench.namespaces import Rate, limit_to
 from gradwire.bench.record import Measured, Metric, Record, percentiles_ms, records_of, unique
 from gradwire.bench.tables import (
     Cell,

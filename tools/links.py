@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 from gradwire.bench import launch
 from gradwire.bench.implementations import wrap
-from gradwire.bench.namespaces import Rate
-from gradwire.bench.network import LOOPBACK, places_of
+from gradwire.bench.namespaces import LOOPBACK, Rate, places_of
 from gradwire.bench.record import Measured
 from gradwire.bench.timing import slowest
 from gradwire.bench.turns import turns

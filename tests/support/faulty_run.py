@@ -9,7 +9,8 @@ import time
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from tests.support.harness import ENVIRONMENT, reserved_port
+from gradwire.bench.launch import reserved_port
+from tests.support.harness import ENVIRONMENT
 
 PROGRAM = Path(__file__).with_name("faulty_rank.py")
 PLACES = [

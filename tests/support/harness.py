@@ -7,17 +7,17 @@ ended, whatever became of the others.
 
 import os
 import pickle
-import socket
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from gradwire.bench.launch import reserved_port
 from gradwire.testing import _world
 from gradwire.testing._world import CASE_LIMIT, ENVIRONMENT, EXITED, START_LIMIT, CaseFailed
 from tests.support import gpu_worker, worker
 from tests.support.gpu_worker import SHARED_GPU
 
-__all__ = ["ENVIRONMENT", "CaseFailed", "Outcome", "World", "open_sockets", "reserved_port"]
+__all__ = ["ENVIRONMENT", "CaseFailed", "Outcome", "World", "open_sockets"]
 
 # The fork server imports the last by its bare name; ranks find this repository's `tests` by what it has done.
 _world.PRELOAD += ["pytest", "fork_server"]
@@ -76,15 +76,6 @@ def open_sockets():
         with suppress(FileNotFoundError):  # closed meanwhile
             found += str(descriptor.readlink()).startswith("socket:")
     return found
-
-
-@contextmanager
-def reserved_port():
-    """A port that no other process is given meanwhile, and that a server with SO_REUSEADDR, as PyTorch's, can use."""
-    with socket.socket() as reservation:
-        reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        reservation.bind(("", 0))
-        yield reservation.getsockname()[1]
 
 
 def _outcome(member, answer):

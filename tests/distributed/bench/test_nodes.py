@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.bench import nodes
-from gradwire.bench.network import LOOPBACK
+from gradwire.bench.namespaces import LOOPBACK
 from gradwire.bench.nodes import FLAT, HIERARCHICAL, HSDP, PLAIN, SEAMS, Bytes
 from gradwire.bench.record import Metric
 from tests.support.ranks import from_all_ranks, on_ranks

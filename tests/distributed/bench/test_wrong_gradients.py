@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from gradwire.bench import converge, demo, implementations, network, reducer
 from gradwire.bench.implementations import GRADWIRE, PYTORCH
-from gradwire.bench.network import LOOPBACK
+from gradwire.bench.namespaces import LOOPBACK
 from gradwire.bench.tasks import TASKS, TRAINED_HOOKS, Digits, Training
 from gradwire.planner.hook_registry import HOOKS, HookEntry, PyTorchHook
 from tests.support.ranks import on_ranks

@@ -14,6 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_h
 
 from gradwire.hooks.hook_state import HookState, Memory, hook_for
 from gradwire.testing import LAWS, LawViolation, _check, check_laws
+from gradwire.testing._bits import differences
 
 calls = 0
 
@@ -131,6 +132,16 @@ def own_bits_hook(state, bucket):
     return torch_hooks.allreduce_hook(None, bucket)
 
 
+def no_fp64_hook(state, bucket):
+    if bucket.buffer().dtype == torch.float64:
+        raise TypeError("no fp64")
+    return torch_hooks.allreduce_hook(None, bucket)
+
+
+def failing_state():
+    raise ValueError("no state")
+
+
 def summing_hook(state, bucket):
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     return work.get_future().then(lambda future: future.value()[0])
@@ -208,6 +219,24 @@ def test_skipped_law_is_not_checked():
     check_laws(
         partial(ToyState, defect="lost error"), toy_hook, world_sizes=(2,), max_examples=3, skip=["nothing lost"]
     )
+
+
+def test_hook_that_refuses_a_dtype_passes_without_the_law_of_any_tensor():
+    with pytest.raises(LawViolation, match="no fp64") as caught:
+        check_laws(NoneType, no_fp64_hook, world_sizes=(2,))
+    assert caught.value.law == "any tensor"
+    check_laws(NoneType, no_fp64_hook, world_sizes=(2,), max_examples=5, skip=["any tensor"])
+
+
+def test_error_of_make_state_is_raised_with_its_traceback():
+    with pytest.raises(RuntimeError, match=r"(?s)make_state is <function failing_state.*ValueError: no state"):
+        check_laws(failing_state, toy_hook, world_sizes=(2,))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int8, torch.float16, torch.complex64])
+def test_difference_of_two_tensors_is_told_in_any_dtype(dtype):
+    actual, expected = (torch.tensor(values).to(dtype) for values in ([0, 0, 1], [0, 1, 1]))
+    assert differences(actual, expected, "x") == ["x: 1 of 3 elements differ, by up to 1"]
 
 
 def test_unknown_law_raises():

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 import gradwire
 from gradwire.comm import connections_of
+from gradwire.comm.torch_internals import unique_name
 from gradwire.hooks import _handshake
 from gradwire.hooks.powerSGD_hook import PowerSGDState
 from gradwire.hooks.quantization_hooks import QuantizationState
@@ -61,7 +62,7 @@ def failing(number, is_done):
         def exchange_or_fail():
             if is_done or not is_last:
                 exchange()
-            for _, _, finish in self.awaited.values():
+            for _, _, finish in self._awaited.values():
                 if is_last and not (is_done and finish is exchange):
                     finish()
             dist.barrier()
@@ -180,14 +181,14 @@ def fail_and_repeat(kind, reduction, points):
 def test_exchange_that_fails_takes_results_in_flight_and_restarts_without_groups():
     group = dist.new_group()
     exchange, taken = ShardedExchange([group], torch.device("cpu"), {"hook": "test"}), []
-    exchange.awaited["group"] = (group, "all-reduce", lambda: taken.append("result"))
-    exchange.unapplied["group"] = [lambda: taken.append("taken back")]
-    exchange.averaged.append("group")
+    exchange.finish_later("parameters", group, "all-reduce", lambda: taken.append("result"))
+    exchange.keep_result("parameters", lambda: taken.append("taken back"))
+    exchange.begin_average("parameters")
     exchange.leave("expected")
     assert taken == ["result"]
     exchange.restart()
     assert taken == ["result", "taken back"]
-    assert exchange.averaged == []
+    assert not exchange.has_averaged("parameters")
 
 
 @pytest.mark.parametrize("kind", ["replicate", "hsdp-both", "hsdp-within-no-errors", "fsdp"])
@@ -278,6 +279,23 @@ def test_resynchronize_raises_on_all_ranks_where_a_checkpoint_is_needed():
         assert "[1] on rank 0" in message_of(attachment.resynchronize)
     attachment.resynchronize()
     assert error_of(backward, model, 1) is None
+
+
+@on_ranks(4)
+def test_missing_collectives_on_one_of_two_groups_of_the_same_ranks_raise_with_its_name():
+    model = sharded("fsdp")
+    attachment = gradwire.attach(model, within=WITHIN)
+    backward(model, 0)
+    with failing(0, False):
+        assert "on one rank" in message_of(backward, model, 1)
+    (shards,) = attachment._exchange.groups
+    attachment._exchange.groups.append(dist.new_group())  # as after FSDP2's `set_separate_reduce_scatter_group`
+    issued = int(dist.get_rank() == 0)
+    with mock.patch.object(
+        gradwire.sharded.recovery, "collective_counts", lambda group: [issued if group is shards else 0]
+    ):
+        message = message_of(attachment.resynchronize)
+    assert f"the process group {unique_name(shards)}: [1] on rank 0, [0] on rank 1" in message
 
 
 @pytest.mark.parametrize("kind", ["replicate", "fsdp"])

@@ -14,8 +14,6 @@ from typer.testing import CliRunner
 from gradwire.bench.launch import HERE, LaunchError, launch
 from gradwire.cli import advise
 from gradwire.cli.app import app
-from gradwire.planner import probe
-from gradwire.planner.model import Overlap
 
 TRAINING = """
 import torch
@@ -161,18 +159,6 @@ def test_excluded_hooks_are_not_measured(monkeypatch):
     done = CliRunner().invoke(app, ["advise", *NETWORK, *hooks])
     assert done.exit_code == 0, done.output
     assert measure.call_args.args[1] == ("int4",)
-
-
-@pytest.mark.parametrize(
-    ("cores", "ranks", "threads", "is_spare"), [(4, 1, 4, False), (4, 1, 3, True), (4, 2, 1, True), (4, 4, 1, False)]
-)
-def test_backward_pass_overlaps_if_each_rank_has_a_spare_core(monkeypatch, cores, ranks, threads, is_spare):
-    monkeypatch.setattr(probe.os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    monkeypatch.setattr(probe, "_gathered", lambda value: [value])
-    assert probe.overlap_with_backward(torch.device("cpu"), ranks) is (
-        Overlap.EVERYTHING if is_spare else Overlap.NOTHING
-    )
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,115 @@
+"""``gradwire run`` as a command: scripts run as without it, are told what happened, and bad options are refused."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from gradwire.cli import run
+
+HANG_LIMIT = 600  # seconds
+
+SCRIPT = """
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = DDP(nn.Linear(64, 64))
+optimizer = torch.optim.SGD(model.parameters(), lr=float(sys.argv[1]))
+for _ in range(25):
+    optimizer.zero_grad()
+    model(torch.randn(8, 64)).square().mean().backward()
+    optimizer.step()
+print(f"{__name__} {sys.argv[1:]}", flush=True)
+dist.destroy_process_group()
+"""
+
+
+def call(*arguments):
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_LIMIT, env=environment, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "processes"),
+    [
+        (("-m", "gradwire.cli", "run", "--standalone", "--nproc-per-node", "2"), 2),
+        (("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m", "gradwire.run"), 1),
+    ],
+    ids=["gradwire-run", "torchrun"],
+)
+def test_script_runs_as_main_with_its_arguments_and_a_report(tmp_path, command, processes):
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    status, output, errors = call(*command, "--hook", "int4", str(path), "0.1", "--hook")
+    assert status == 0, errors
+    assert output.count("__main__ ['0.1', '--hook']") == processes
+    assert errors.count("gradwire run: ") == 1, "one rank reports"
+    assert f"int4 on Linear, 4,160 parameters, {processes} rank{'s' * (processes > 1)}, 25 steps\n" in errors
+    assert "speed                not measured: int4 may make steps faster or slower; add --measure 200" in errors
+    assert re.search(r"sent in a step +\S+ kB instead of 16.6 kB: \S+ times fewer bytes", errors)
+    assert re.search(r"error / gradient +\S+ at first", errors)
+
+
+def test_advise_says_that_a_script_is_too_short(tmp_path, capsys):
+    path = tmp_path / "train.py"
+    path.write_text("raise SystemExit(0)")
+    with pytest.raises(SystemExit) as end:
+        run.main(["--advise", str(path)])
+    assert end.value.code == 1
+    assert "the script ended before the 14 steps" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_script_without_ddp_is_told_so_and_keeps_its_exit_status(tmp_path, status):
+    path = tmp_path / "train.py"
+    path.write_text("import helper\nraise SystemExit(helper.STATUS)")
+    (tmp_path / "helper.py").write_text(f"STATUS = {status}")
+    code, _, errors = call("-m", "gradwire.run", "--hook", "int4", str(path))
+    assert code == status
+    assert ("trained no model of torch.nn.parallel.DistributedDataParallel" in errors) == (status == 0)
+
+
+def test_module_and_error_of_a_script_are_as_without_it(tmp_path, monkeypatch):
+    (tmp_path / "training.py").write_text(
+        "import sys\nprint(__name__, sys.argv[1:])\nraise ValueError('of the script')"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    code, output, errors = call("-m", "gradwire.run", "--hook", "int4", "-m", "training", "-x")
+    assert (code, output) == (1, "__main__ ['-x']\n")
+    assert errors.endswith("ValueError: of the script\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train.py"], "one of the arguments --hook --advise is required"),
+        (["train.py", "--hook", "int4"], "--hook stands after the script's name, so it is an option of the script."),
+        (["train.py", "--hook=int4"], "script's name: python -m gradwire.run --hook int4 train.py"),
+        (["-m", "training", "x", "--advise"], "--advise stands after the script's name"),
+        (["--hook", "int4", "--advise", "train.py"], "--advise: not allowed with argument --hook"),
+        (["--hook", "int5", "train.py"], "invalid choice: 'int5'"),
+        (["--hook", "int4", "--measure", "20", "train.py"], "'20' is not a whole number of steps, at least 100"),
+        (["--hook", "powersgd-r4", "--start", "1", "train.py"], "at least 2"),
+        (["--hook", "int4"], "required: SCRIPT"),
+        (["--hook", "int4", "absent.py"], "there is no script absent.py"),
+    ],
+)
+def test_bad_options_are_named(capsys, arguments, message):
+    with pytest.raises(SystemExit, match="2"):
+        run.main(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_options_after_the_script_are_refused_by_the_launcher(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        run.launch(["--nproc-per-node", "2", "train.py", "--hook", "int4"])
+    assert "stand before the script's name: gradwire run --hook int4 train.py" in capsys.readouterr().err

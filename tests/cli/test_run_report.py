@@ -1,0 +1,82 @@
+"""The report of ``gradwire run``: the answer on speed with its interval, the steps that would decide it, the error."""
+
+import math
+import random
+import re
+from types import SimpleNamespace
+
+import pytest
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.cli import run_compression, run_report
+from tests.support.training import build, train_steps
+
+
+def stretches_of(gains):
+    """Plain and compressed stretches in the order of a run; each pair has another pace, and the logarithm of its ratio
+    is its gain.
+    """
+    pairs = [((False, 0.3 + 0.1 * i), (True, (0.3 + 0.1 * i) * math.exp(-gain))) for i, gain in enumerate(gains)]
+    return [each for i, pair in enumerate(pairs) for each in (pair if i % 2 == 0 else pair[::-1])]
+
+
+def test_speed_up_is_the_mean_of_the_pairs_with_students_interval():
+    found = run_report.speed_up(stretches_of([0.1, 0.3, 0.2, 0.25, 0.15]))
+    assert math.log(found.ratio) == pytest.approx(0.2)
+    # The standard deviation is sqrt(0.025 / 4), and the 97.5 % quantile 2.776 with 4 degrees of freedom.
+    half = 2.776 * math.sqrt(0.025 / 4) / math.sqrt(5)
+    assert math.log(found.low) == pytest.approx(0.2 - half, rel=0.01)
+    assert math.log(found.high) == pytest.approx(0.2 + half, rel=0.01)
+    assert found.plain == pytest.approx((0.3 * 0.4 * 0.5 * 0.6 * 0.7) ** (1 / 5))
+    assert found.own == pytest.approx(found.plain / found.ratio)
+    assert found.pairs == 5
+    assert run_report.speed_up(stretches_of([0.1, 0.3, 0.2, 0.25])) is None, "four pairs are too few"
+
+
+@pytest.mark.parametrize(
+    ("gains", "expected"),
+    [
+        ([0.1, 0.3, 0.2, 0.25, 0.15], r"  measured             faster: .* 1.22 times as fast \(.*\)$"),
+        ([-0.1, -0.3, -0.2, -0.25, -0.15], r"  measured             slower: .* 0.819 times as fast \(.*\)$"),
+        # The standard deviation is sqrt(0.178 / 4), so 20 (2.8 * 0.211 / 0.07)^2 = 1,424 steps.
+        (
+            [0.3, -0.1, 0.2, -0.2, 0.15],
+            r"  measured             no difference shown: .* 1.07 times as fast \(95 % interval 0.82[56] to 1.39, "
+            r"5 pairs of 10 steps\); about 1,500 steps would decide it: --measure 1500$",
+        ),
+        (
+            [0.25, -0.25, 0.5, -0.5, 0.0],
+            r"  measured             no difference shown: .*\); not even 1,000,000 steps would decide it$",
+        ),
+    ],
+    ids=["faster", "slower", "undecided", "equal"],
+)
+def test_report_begins_with_the_answer_that_the_interval_allows(gains, expected):
+    compression = SimpleNamespace(hook_name="int4", comparison_end=123, stretches=stretches_of(gains))
+    assert re.match(expected, run_report._speed(compression))
+
+
+def test_suggested_steps_decide_four_of_five_runs():
+    draw, mean, spread = random.Random(0), 0.1, 0.2
+
+    def gains(number):
+        return [draw.gauss(mean, spread) for _ in range(number)]
+
+    # Five pairs whose mean and standard deviation are those of the distribution.
+    found = run_report.speed_up(stretches_of([mean + spread * each for each in (-1.2, -0.4, -0.4, 0.8, 1.2)]))
+    verdicts = [
+        run_report.speed_up(stretches_of(gains(found.deciding_steps // (2 * run_compression.STRETCH)))).verdict
+        for _ in range(500)
+    ]
+    assert 0.72 < verdicts.count("faster") / len(verdicts) < 0.88
+    assert verdicts.count("slower") < 5
+
+
+def test_error_at_first_and_at_the_end_are_the_first_and_the_last_measured(world_of_one):
+    with run_compression.compressed("int4") as made:
+        train_steps(DistributedDataParallel(build("mlp")), 13)
+    made[0].release()
+    made[0].metrics["residual_ratio"] = [0.5, 0.3, 0.2, 0.1]
+    text = run_report.report(made)
+    assert "error / gradient     0.5 at first, 0.1 at the end" in text
+    assert "1 rank, 13 steps" in text

@@ -1,0 +1,171 @@
+"""``gradwire run --hook``: an unchanged loop trains as with the hook registered in it, and stretches are compared."""
+
+import gc
+import re
+from contextlib import ExitStack
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+from gradwire.cli import run_compression, run_report
+from gradwire.hooks.default_hooks import fp16_compress_hook
+from gradwire.hooks.quantization_hooks import QuantizationState
+from gradwire.planner.hook_registry import HOOKS
+from gradwire.sharded import ReduceScatterOptions
+from tests.support.bits import assert_same_bits
+from tests.support.ranks import on_ranks
+from tests.support.training import SMALL, build, train, train_steps
+
+
+@pytest.mark.parametrize("hook", ["int4", "fp16", "powersgd-r4", "scaled-fp16"])
+@on_ranks(2)
+def test_unchanged_loop_has_the_bits_of_the_registered_hook(hook):
+    with run_compression.compressed(hook) as made:
+        unchanged = train("pytorch", "mlp", steps=12, bucket_cap_mb=SMALL)
+    registered = train("pytorch", "mlp", hook=HOOKS[hook].make(None, 2), steps=12, bucket_cap_mb=SMALL)
+    assert_same_bits(unchanged, registered)
+    (compression,) = made
+    assert compression.n_steps == 12
+    assert f"gradwire run: {hook} on Mlp" in run_report.report(made)
+
+
+@on_ranks(2)
+def test_hook_of_the_script_wins():
+    with run_compression.compressed("int4") as made:
+        ddp = DistributedDataParallel(build("mlp"))
+        with pytest.warns(
+            run_compression.HookReplacedWarning, match=r"registers fp16_compress_hook on its Mlp.*--hook int4"
+        ):
+            ddp.register_comm_hook(None, fp16_compress_hook)
+        own = train_steps(ddp, 3)
+        with pytest.raises(RuntimeError, match="called twice"):
+            ddp.register_comm_hook(None, fp16_compress_hook)
+    plain = DistributedDataParallel(build("mlp"))
+    plain.register_comm_hook(None, fp16_compress_hook)
+    assert_same_bits(own, train_steps(plain, 3))
+    assert "not used" in run_report.report(made)
+
+
+def test_gradwires_class_and_later_wrappers_are_left_alone(world_of_one):
+    with run_compression.compressed("int4") as made:
+        gradwire.DistributedDataParallel(torch.nn.Linear(2, 2))
+        assert made == []
+        ddp = DistributedDataParallel(torch.nn.Linear(2, 2))
+        assert len(made) == 1
+    DistributedDataParallel(torch.nn.Linear(2, 2))
+    assert len(made) == 1, "the class is as before"
+    assert ddp._comm_hooks == [], "a copy or a pickle of the model holds no state of the hook"
+    del ddp
+    gc.collect()
+    assert made[0]._state is None, "its error memory is freed with the model"
+
+
+def train_sharded(mesh_shape, compress=lambda model: None):
+    """Gradients of the last step of a model sharded over a mesh of ``mesh_shape``, and of its replicas."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
+    names = ("replicate", "shard")[-len(mesh_shape) :]
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    compress(model)
+    for step in range(24):
+        model.zero_grad()
+        inputs = torch.randn(8, 64, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        model(inputs).square().mean().backward()
+    return [parameter.grad.full_tensor() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("hook", "within"), [("int8", "int8"), ("int4", ReduceScatterOptions(wire="int4"))], ids=["int8", "int4"]
+)
+@on_ranks(2)
+def test_unchanged_loop_of_fsdp2_has_the_bits_of_attach(hook, within):
+    with run_compression.compressed(hook) as made:
+        unchanged = train_sharded((2,))
+    assert_same_bits(unchanged, train_sharded((2,), lambda model: gradwire.attach(model, within=within)))
+    (compression,) = made
+    assert compression.n_steps == 24
+    assert f"2 parameter groups are reduce-scattered in {hook}" in run_report.report(made)
+
+
+@on_ranks(2)
+def test_unchanged_loop_of_hsdp_has_the_bits_of_attach():
+    with run_compression.compressed("int4") as made:
+        unchanged = train_sharded((2, 1))
+    attached = train_sharded((2, 1), lambda model: gradwire.attach(model, QuantizationState(wire="int4")))
+    assert_same_bits(unchanged, attached)
+    text = run_report.report(made)
+    assert "2 ranks, 24 steps" in text and "times fewer bytes" in text
+    assert made[0].metrics["step"] == [12, 22], "one step in ten, after two plain ones"
+    assert set(made[0].metrics["gradient_bytes"]) == {4 * 2 * (64 * 64 + 64)}
+    assert "speed                not measured" in text and "compare with the step time without gradwire" in text
+    assert "quantization_hook compresses the all-reduce of 2 parameter groups" in text
+
+
+@on_ranks(2)
+def test_hook_that_fsdp_cannot_use_raises_with_the_choices():
+    with (
+        run_compression.compressed("powersgd-r4"),
+        pytest.raises(ValueError, match=r"--hook powersgd-r4 .* one of bf16, fp16, int8"),
+    ):
+        train_sharded((2,))
+
+
+@on_ranks(2)
+def test_stretches_alternate_without_telemetry_and_give_an_interval():
+    first, n_steps = 2 + run_compression.WARM_UP, 100
+    sent = []
+    plain = mock.Mock(wraps=torch_hooks.allreduce_hook)
+    own_seconds, plain_seconds, slow, elsewhere = 0.003, 0.007, 9.0, 0.005
+    now = 0.0
+    with ExitStack() as stack:
+        made = stack.enter_context(run_compression.compressed("int4", measure=n_steps))
+        stack.enter_context(mock.patch.object(run_compression.torch_hooks, "allreduce_hook", plain))
+        stack.enter_context(mock.patch.object(run_compression, "time", SimpleNamespace(perf_counter=lambda: now)))
+        ddp = DistributedDataParallel(build("mlp"), bucket_cap_mb=1)
+        observed = []
+        for step in range(first + n_steps + 12):
+            n_sent = plain.call_count
+            train_steps(ddp, 1)
+            sent.append(plain.call_count)
+            observed.append(made[0]._state.telemetry is not None)
+            if first <= step < first + n_steps:  # the first step of a stretch is slow
+                seconds = plain_seconds if plain.call_count > n_sent else own_seconds
+                now += seconds if (step - first) % run_compression.STRETCH else slow
+            else:
+                now += elsewhere
+    (compression,) = made
+    kinds = [False, True, True, False] * 2 + [False, True]
+    assert [kind for kind, _ in compression.stretches] == kinds
+    expected = [own_seconds if kind else plain_seconds for kind in kinds]
+    assert [seconds for _, seconds in compression.stretches] == pytest.approx(expected, rel=1e-6)
+    assert compression.step_seconds == pytest.approx([elsewhere] * len(compression.step_seconds), rel=1e-6)
+    # The steps of the state, which has seen every second stretch only.
+    assert compression.metrics["step"] == [12, 22, first + n_steps // 2 + 10]
+    is_plain = [after > before for before, after in zip([0, *sent], sent, strict=False)]
+    tens = [
+        is_plain[at : at + run_compression.STRETCH] for at in range(first, first + n_steps, run_compression.STRETCH)
+    ]
+    assert [set(each) for each in tens] == [{not kind} for kind in kinds]
+    assert not any(is_plain[:first] + is_plain[first + n_steps :])
+    assert not any(observed[first : first + n_steps])
+    assert len(compression.metrics["step"]) == 3, "two before, one after"
+    text = run_report.report(made)
+    assert "not measured" not in text and re.search(r"time of a step +5 ms\n", text)
+    own, other, gain, low, high = re.search(
+        r"faster: (\S+) ms a step without int4, (\S+) ms with it, (\S+) times as fast "
+        r"\(95 % interval (\S+) to (\S+), 5 pairs of 10 steps\)$",
+        text,
+    ).groups()
+    assert (own, other, gain) == ("7", "3", "2.33")
+    assert float(low) <= float(gain) <= float(high)
+    assert float(own) / float(other) == pytest.approx(float(gain), rel=0.02)
