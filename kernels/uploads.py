@@ -17,8 +17,13 @@ def is_capturing(device: torch.device) -> bool:
         return True
     if device.type != "cuda":
         return False
-    with torch.cuda.device(device.index):  # the call asks about the current device
-        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(device.index):
+        return captures_graph(device)
+
+
+def captures_graph(device: torch.device) -> bool:
+    """Whether this thread captures a CUDA graph. ``device`` is the current one."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def pinned(numbers: Sequence[int], device: torch.device) -> Tensor:
@@ -37,8 +42,9 @@ def upload(numbers: Sequence[int], device: torch.device) -> Tensor:
 class Upload:
     """Integers on a device that keep their address when the first of them are replaced.
 
-    A CUDA graph reads the source of a captured copy again at every replay, long after the host would have freed it.
-    The object therefore owns the sources of captured copies. PyTorch itself keeps the sources of other copies alive
+    Steps with other numbers may run before each replay of a CUDA graph, so each graph has its own copy of the numbers
+    that its kernels read. It reads the source of that copy again at every replay, long after the host would have freed
+    it. The object therefore owns the sources of captured copies. PyTorch itself keeps the sources of other copies alive
     until these are done.
 
     Attributes:
@@ -55,17 +61,23 @@ class Upload:
         self._write(self.tensor, everything)
 
     def replace(self, numbers: Sequence[int]) -> Tensor:
-        """Overwrite the first numbers in stream order, unless they are the same. Returns ``tensor``."""
-        # A replay of a captured copy overwrites them without the host's knowledge.
-        may_differ = bool(self._captured_sources) and not is_capturing(self.tensor.device)
-        if may_differ or (numbers is not self.numbers and numbers != self.numbers):
+        """Overwrite the first numbers in stream order, unless the device has them. Returns ``tensor``.
+
+        The device is the current one. Each step passes a list of its own, to all its kernels or to each.
+        """
+        if numbers is self.numbers:
+            return self.tensor
+        # Each graph copies them itself. From then on, a replay overwrites them without the host's knowledge; but before
+        # a step is recorded, whose launches must not include a copy, they were replaced.
+        may_differ = not is_recording() if self._captured_sources else captures_graph(self.tensor.device)
+        if may_differ or numbers != self.numbers:
             self._write(self._first, numbers)
         self.numbers = numbers
         return self.tensor
 
     def _write(self, target: Tensor, numbers: Sequence[int]) -> None:
         source = pinned(numbers, target.device)
-        if is_capturing(target.device):
+        if captures_graph(target.device):
             self._captured_sources.append(source)
         target.copy_(source, non_blocking=True)
 
