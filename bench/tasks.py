@@ -25,14 +25,14 @@ from gradwire.bench.implementations import (
 )
 from gradwire.comm.connections import connections_of
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from gradwire.planner.hook_registry import HOOKS, HookEntry, PyTorchHook
+from gradwire.planner.hook_registry import COMPARABLE, HookEntry, PyTorchHook
 from gradwire.reducer import DistributedDataParallel
 
 Batch = tuple[Tensor, Tensor]  # inputs and labels
 CPU = torch.device("cpu")
 OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon", "sgd": "SGD"}
 NO_FEEDBACK = "powersgd-r4-no-feedback"
-TRAINED_HOOKS = {name: entry for name, entry in HOOKS.items() if name != "noop"} | {
+TRAINED_HOOKS = COMPARABLE | {
     NO_FEEDBACK: HookEntry(
         description="factors of rank 4, without error feedback",
         make=lambda group, start: (PowerSGDState(group, 4, start, use_error_feedback=False), powerSGD_hook),

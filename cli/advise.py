@@ -31,7 +31,7 @@ from gradwire.cli.options import (
     parse_rate,
 )
 from gradwire.planner import jobs
-from gradwire.planner.hook_registry import HOOKS
+from gradwire.planner.hook_registry import COMPARABLE
 from gradwire.planner.jobs import JobError
 from gradwire.planner.model import GivenLink
 from gradwire.planner.probe import CAST, PLAIN, Measurement, measure, on_all_ranks
@@ -39,9 +39,8 @@ from gradwire.planner.recommend import advise
 
 DEFAULT_LATENCY, MAX_LATENCY = 50, 1_000_000  # microseconds
 MAX_PRICE = 1_000_000
-CHOICES = [name for name in HOOKS if name != "noop"]
-_ALL_HOOKS = ", ".join(CHOICES)
-_NOT_BASELINES = [name for name in CHOICES if name not in (PLAIN, CAST)]
+_ALL_HOOKS = ", ".join(COMPARABLE)
+_NOT_BASELINES = [name for name in COMPARABLE if name not in (PLAIN, CAST)]
 _TIMEOUT = timedelta(minutes=2)
 
 _Model = Annotated[
@@ -130,7 +129,7 @@ def advise_command(
     gradwire advise train:job --bandwidth 100gbit --world-size 16 --ranks-per-node 8
     """
     excluded = () if exclude is None else _parse_excluded(exclude)
-    names = tuple(name for name in parse_hooks(hooks, CHOICES) if name not in excluded)
+    names = tuple(name for name in parse_hooks(hooks, COMPARABLE) if name not in excluded)
     is_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if is_rank:
         per_node = ranks_per_node if ranks_per_node > 1 else None

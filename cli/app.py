@@ -27,7 +27,7 @@ from gradwire.cli.options import (
     parse_rate,
     refuse_beside,
 )
-from gradwire.planner.hook_registry import DEMO_HOOKS, HOOKS
+from gradwire.planner.hook_registry import COMPARABLE, DEMO_HOOKS
 
 app = typer.Typer(
     help="Gradient compression for PyTorch data-parallel training: check, predict, demo and benchmark.",
@@ -37,7 +37,6 @@ app = typer.Typer(
 )
 
 _DEMO_HOOKS = ", ".join(DEMO_HOOKS)
-_DEMO_CHOICES = {name: entry for name, entry in HOOKS.items() if name != "noop"}  # with noop, ranks drift apart
 
 
 def _print_version(asked: bool) -> None:
@@ -83,7 +82,7 @@ app.command("advise")(advise_command)
 app.add_typer(bench, name="bench")
 
 
-@app.command(epilog=listed(_DEMO_CHOICES))
+@app.command(epilog=listed(COMPARABLE))
 def demo(
     context: typer.Context,
     output: Annotated[
@@ -104,7 +103,7 @@ def demo(
     """
     if loopback:
         refuse_beside(context, "--loopback", "rate", "delay")
-    names, link = parse_hooks(hooks, _DEMO_CHOICES), parse_rate(rate, "--rate")
+    names, link = parse_hooks(hooks, COMPARABLE), parse_rate(rate, "--rate")
     asked = format_link(link.name, {"delay_ms": delay})
     obstacle = "--loopback" if loopback or processes == 1 else namespaces.obstacle()
     try:

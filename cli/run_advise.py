@@ -12,7 +12,7 @@ from unittest import mock
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from gradwire.planner.hook_registry import HOOKS
+from gradwire.planner.hook_registry import COMPARABLE
 from gradwire.planner.jobs import JobError
 from gradwire.planner.model_probe import ScriptProbe
 from gradwire.planner.probe import Measurement, measure_exchange, on_all_ranks, overlap_with_backward
@@ -72,8 +72,7 @@ def measured_script(probe: ScriptProbe) -> Measurement:
     if dist.get_world_size() == 1:
         raise JobError("The world size is 1, so there is nothing to exchange. Start more ranks.")
     model, buckets = on_all_ranks(partial(probe.model, overlap_with_backward(probe.device)))
-    names = [name for name in HOOKS if name != "noop"]
-    return measure_exchange(model, buckets, names, probe.device)
+    return measure_exchange(model, buckets, tuple(COMPARABLE), probe.device)
 
 
 def _advise_script(probe: ScriptProbe) -> NoReturn:

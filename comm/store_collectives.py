@@ -45,7 +45,7 @@ T = TypeVar("T")
 # Calls of `store_all_gather` by purpose, for each process group's store. PyTorch drops the store with the group.
 _calls: weakref.WeakKeyDictionary[Store, Counter[str]] = weakref.WeakKeyDictionary()
 # The store that each thread asks.
-_requests: weakref.WeakKeyDictionary[threading.Thread, Store] = weakref.WeakKeyDictionary()
+_store_of_thread: weakref.WeakKeyDictionary[threading.Thread, Store] = weakref.WeakKeyDictionary()
 
 
 class RanksMissing(RuntimeError):
@@ -196,7 +196,7 @@ class StoreRequests:
 
         try:
             thread = threading.Thread(target=make, name="gradwire store", daemon=True)
-            _requests[thread] = self._store
+            _store_of_thread[thread] = self._store
             thread.start()
         except RuntimeError:  # the interpreter is ending
             if not self._turn.locked():
@@ -217,7 +217,7 @@ def _finish_requests() -> None:
 
     Those without an answer after `EXIT_SECONDS` end when their connection is shut down, where there is /proc.
     """
-    in_flight = {thread: _requests[thread] for thread in threading.enumerate() if thread in _requests}
+    in_flight = {thread: _store_of_thread[thread] for thread in threading.enumerate() if thread in _store_of_thread}
     deadline = time.monotonic() + EXIT_SECONDS
     for thread in in_flight:
         thread.join(max(0.0, deadline - time.monotonic()))

@@ -166,6 +166,9 @@ HOOKS: dict[str, HookEntry] = {
     "powersgd-r4-batched": _low_rank(4, "factors of rank 4 of the flat bucket", batched_powerSGD_hook, is_same=False),
 }
 
+# The hooks that average gradients: with noop, ranks drift apart.
+COMPARABLE = {name: entry for name, entry in HOOKS.items() if name != "noop"}
+
 # Steps until a byte-level GPT with 2.3 M parameters reached a validation loss of 2.5 on two ranks, relative to no hook:
 # the medians in bench/results/converge_text.jsonl.
 STEPS_TO_TARGET = {

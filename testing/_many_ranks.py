@@ -70,7 +70,7 @@ def _run(awaited: Sequence[Collective], n_others: int, watch: Watch | None) -> N
         shot.target.copy_(sources[senders].movedim(0, 1))
 
 
-class Bucket:
+class FlatBucket:
     """A bucket with one flat buffer, as PyTorch's DDP passes it to hooks: all parameters of a model."""
 
     def __init__(self, parameters: Iterable[Tensor], gradients: Iterable[Tensor]) -> None:
@@ -124,7 +124,7 @@ def train_many(case: Case, ranks: int, steps: int, make_state: Callable[[], Any]
         futures = []
         for state, model, executor in zip(states, models, executors, strict=True):
             connections_of(None).replace_executor(executor, CPU)
-            bucket = Bucket(model.parameters(), case.gradients(0, step).values())
+            bucket = FlatBucket(model.parameters(), case.gradients(0, step).values())
             futures.append(hook(state, bucket))
         for tasks in zip(*(executor.tasks for executor in executors), strict=True):
             values = run_in_lockstep([algorithm for algorithm, _, _ in tasks], world_size=ranks)

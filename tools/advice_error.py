@@ -30,7 +30,7 @@ from gradwire.bench.tables import (
     median_of,
     pivot,
 )
-from gradwire.planner.hook_registry import HOOKS, display_name
+from gradwire.planner.hook_registry import COMPARABLE, HOOKS, display_name
 from gradwire.planner.probe import PLAIN
 from gradwire.planner.probe import measure as measure_job
 from gradwire.planner.recommend import Advice, advise
@@ -38,7 +38,7 @@ from tools.links import STEPS_IN_A_ROW, Training, measure_on_links, time_in_rows
 
 DEFAULT_MODELS = ("linear", "transformer", "densenet", "tiny-layers")
 DEFAULT_RATES = ("100mbit", "1gbit", "unlimited")
-DEFAULT_HOOKS = tuple(name for name in HOOKS if name != "noop")
+DEFAULT_HOOKS = tuple(COMPARABLE)
 PREDICTED, MEASURED = "predicted", "measured"
 SPEED_UP = "speed-up"  # speed-up of the recommended hook over no hook
 ADVICE_S = "time of the measurement (s)"

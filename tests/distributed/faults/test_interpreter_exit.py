@@ -28,7 +28,7 @@ store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
 os.kill(server, signal.SIGSTOP)
 requests = store_collectives.StoreRequests(store)
 assert requests.ask(lambda store: store.check(["key"]), 0.0) is None
-(thread,) = store_collectives._requests
+(thread,) = store_collectives._store_of_thread
 
 class Last:
     def __del__(self, kill=os.kill, arguments=(server, signal.SIGKILL), thread=thread, sleep=time.sleep):
