@@ -40,8 +40,8 @@ from gradwire.comm.torch_internals import (
     Store,
     current_backward,
     default_group,
-    is_initialized_group,
     lifetime_token,
+    world,
 )
 from gradwire.comm.transport import GroupTransport
 from gradwire.comm.worker_executor import WorkerExecutor
@@ -346,7 +346,7 @@ def connections_of(group: dist.ProcessGroup | None) -> Connections:
         RuntimeError: the group was destroyed.
     """
     group = group if group is not None else default_group()
-    if not is_initialized_group(group):
+    if group not in world.pg_map:  # `is_initialized_group`, which every bucket would call
         _end(group)
         raise RuntimeError(DESTROYED)
     connections = _connections.get(group)
