@@ -32,7 +32,7 @@ DEFAULT_HOOKS = (
     *("powersgd-r4", "powersgd-r16", "powersgd-r8-int8", "powersgd-r16-int8", NO_FEEDBACK),
 )
 PLAIN_STEPS = 2  # uncompressed steps of low-rank hooks: the fewest that PyTorch's hook accepts
-WARM_UP = 10  # steps until the learning rate has its full size
+RAMP_STEPS = 10  # steps until the learning rate has its full size
 
 
 class Trial(Training):
@@ -44,7 +44,7 @@ class Trial(Training):
         sent_bytes = namespaces.sent_bytes if counts_bytes else lambda: 0
         super().__init__(task, hook, implementation, seed, PLAIN_STEPS, sent_bytes=sent_bytes, optimizer=optimizer)
         self.case, self.counts_bytes = {"optimizer": optimizer, "hook": hook, "seed": seed}, counts_bytes
-        self.schedules = [LinearLR(each, 1 / WARM_UP, total_iters=WARM_UP) for each in self.optimizers]
+        self.schedules = [LinearLR(each, 1 / RAMP_STEPS, total_iters=RAMP_STEPS) for each in self.optimizers]
         self.steps: list[int] = []  # at which the model was evaluated
         self.scores: list[float] = []
 

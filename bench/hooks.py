@@ -19,7 +19,6 @@ from rich.progress import track
 from gradwire.bench import launch
 from gradwire.bench.implementations import (
     BUCKETS_NOTE,
-    FIRST_COMPRESSED,
     GRADWIRE,
     GRADWIRE_ON_PYTORCH,
     MODEL,
@@ -33,7 +32,7 @@ from gradwire.bench.record import Measured, Metric, Record, percentiles_ms, reco
 from gradwire.bench.tables import Table, beyond, count, groups_of, pivot, speed_up, value
 from gradwire.bench.timing import bench_device, driver_calls, peak_memory
 from gradwire.bench.turns import time_in_turn
-from gradwire.planner.hook_registry import HOOKS, STAR_NOTE, label
+from gradwire.planner.hook_registry import FIRST_COMPRESSED, HOOKS, STAR_NOTE, label
 
 LEFT_OUT = ("none", "scaled-fp16", "sign", "powersgd-r16")  # by default
 DEFAULT_HOOKS = tuple(hook for hook in HOOKS if hook not in LEFT_OUT)

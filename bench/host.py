@@ -25,12 +25,12 @@ from gradwire import DistributedDataParallel
 from gradwire.bench import host_double, launch
 from gradwire.bench.gpu.timings import BUCKET_MIB, HookStep
 from gradwire.bench.host_double import BACKEND, Collectives, Driver
-from gradwire.bench.implementations import FIRST_COMPRESSED, GRADWIRE, GRADWIRE_ON_PYTORCH, PYTORCH, TorchDDP, wrap
+from gradwire.bench.implementations import GRADWIRE, GRADWIRE_ON_PYTORCH, PYTORCH, TorchDDP, wrap
 from gradwire.bench.record import Measured, Metric, Record, percentiles_ms, records_of
 from gradwire.bench.shapes import SHAPES, Shape, buckets
 from gradwire.bench.tables import Group, Table, median_of, pivot, relative, value
 from gradwire.bench.turns import turns
-from gradwire.planner.hook_registry import HOOKS, Make, display_name
+from gradwire.planner.hook_registry import FIRST_COMPRESSED, HOOKS, Make, display_name
 
 DEFAULT_HOOKS = ("none", "fp16", "bf16", "int8", "int4", "sign", "powersgd-r4", "powersgd-r4-alternating")
 REFERENCE = "fp16"  # PyTorch's hook
@@ -38,7 +38,7 @@ REFERENCE = "fp16"  # PyTorch's hook
 Size = tuple[int, int]
 GPT2, ONE_BUCKET, LARGE = (150, 13), (150, 1), (600, 13)
 SIDE = 20  # of matrices: large enough for PowerSGD of rank 4, so small that casts and copies take next to no time
-WARM_UP = 20  # an alternating hook records both kinds of steps
+UNTIMED_STEPS = 20  # an alternating hook records both kinds of steps
 NO_REDUCER, DIRECT = "no reducer", "direct call"
 COUNTS = (Metric.CALLS, Metric.LAUNCHES_PER_BUCKET, Metric.DRIVER_CALLS)
 
@@ -88,7 +88,7 @@ def gpt2_buckets() -> list[list[Shape]]:
     return [[(SIDE,) * len(shape) for shape in bucket] for bucket in buckets(SHAPES["gpt2-124m"], BUCKET_MIB << 20)]
 
 
-class Case:
+class HostCase:
     """An implementation, its steps of each size, and their times."""
 
     def __init__(self, hook: str, name: str) -> None:
@@ -156,8 +156,8 @@ def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
     hook = settings["hook"]
     with tempfile.TemporaryDirectory(prefix="gradwire-") as folder:
         driver = host_double.install(Path(folder))
-        bare, *cases = [Case(hook, name) for name in (NO_REDUCER, PYTORCH, GRADWIRE_ON_PYTORCH, GRADWIRE)]
-        for _ in range(WARM_UP):
+        bare, *cases = [HostCase(hook, name) for name in (NO_REDUCER, PYTORCH, GRADWIRE_ON_PYTORCH, GRADWIRE)]
+        for _ in range(UNTIMED_STEPS):
             for case in cases:
                 case.step(is_timed=False)
         counts = [case.counts(driver) for case in cases]
@@ -166,7 +166,7 @@ def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
     return [record for case, of in zip(cases, counts, strict=True) for record in summarize(hook, case, bare, of)]
 
 
-def summarize(hook: str, case: Case, bare: Case, counts: dict[str, float]) -> list[Record]:
+def summarize(hook: str, case: HostCase, bare: HostCase, counts: dict[str, float]) -> list[Record]:
     more = LARGE[0] - GPT2[0]
     parameter, without = (each.extra_us(LARGE, GPT2, more) for each in (case, bare))
     times = {

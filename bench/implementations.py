@@ -21,7 +21,7 @@ from gradwire.hooks._decorators import CommHook
 from gradwire.hooks.hook_state import HookState
 from gradwire.hooks.quantization_hooks import QuantizationState
 from gradwire.planner.clock import synchronize
-from gradwire.planner.hook_registry import HOOKS, HookEntry, Make, Registration
+from gradwire.planner.hook_registry import FIRST_COMPRESSED, HOOKS, HookEntry, Make, Registration
 
 TorchDDP = nn.parallel.DistributedDataParallel
 
@@ -29,7 +29,6 @@ LAYERS, NARROW, WIDE, BATCH = 12, 512, 2048, 8
 MODEL = f"{LAYERS} linear layers {NARROW} x {WIDE} / {WIDE} x {NARROW} without bias, batch {BATCH} per rank"
 ONE_BUCKET_MB = 100  # more than the model's 50.3 MB
 BUCKETS_NOTE = f"buckets: default size; PyTorch's powerSGD_hook needs one bucket on gloo: bucket_cap_mb={ONE_BUCKET_MB}"
-FIRST_COMPRESSED = 2  # the step from which on the buckets are final
 WARM_UP = 5
 
 PYTORCH = "PyTorch"

@@ -34,7 +34,7 @@ from gradwire.compress import LowRankPolicy
 RANKS = 2  # the gradients are divided by it
 BLOCK_SIZE = 64  # elements per scale
 COMPILED, EAGER = "torch.compile", "eager PyTorch"
-WARM_UP = 2  # rounds
+UNTIMED_ROUNDS = 2  # rounds
 FP16, FP32 = torch.float16, torch.float32
 Call = Callable[[], object]
 
@@ -71,10 +71,10 @@ def check(case: KernelCase, model: str) -> None:
 def time_cases(cases: Sequence[KernelCase], rounds: int, device: torch.device) -> dict[str, list[Timing]]:
     """Timings by implementation: for each round, the mean over the buckets, which differ in size."""
     timings: dict[str, list[Timing]] = {name: [] for name in cases[0].implementations}
-    for turn in range(WARM_UP + rounds):
+    for turn in range(UNTIMED_ROUNDS + rounds):
         for name in in_turn(list(timings), turn):
             round_timings = [timed(case.implementations[name], device) for case in cases]
-            if turn >= WARM_UP:
+            if turn >= UNTIMED_ROUNDS:
                 timings[name].append(_mean(round_timings))
     return timings
 

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 import gradwire
 from gradwire.bench import launch, namespaces, scale
-from gradwire.bench.implementations import FIRST_COMPRESSED, GRADWIRE, PYTORCH, TorchDDP
+from gradwire.bench.implementations import GRADWIRE, PYTORCH, TorchDDP
 from gradwire.bench.namespaces import LOOPBACK, Rate, limit_to, places_of
 from gradwire.bench.record import Measured, Metric, Record, percentiles_ms, records_of
 from gradwire.bench.tables import Cell, Group, Table, find, format_rate, format_value, groups_of, median_of, pivot
@@ -36,6 +36,7 @@ from gradwire.hooks.debugging_hooks import noop_hook
 from gradwire.hooks.default_hooks import CastState, bf16_compress_hook
 from gradwire.hooks.powerSGD_hook import PowerSGDState
 from gradwire.hooks.quantization_hooks import QuantizationState
+from gradwire.planner.hook_registry import FIRST_COMPRESSED
 from gradwire.sharded import ReduceScatterOptions
 
 FLAT, HIERARCHICAL, HSDP, REPLICATE, FSDP2 = "ddp-flat", "ddp-hierarchical", "hsdp", "replicate", "fsdp2"
@@ -65,7 +66,7 @@ class Bytes(Text):
         return Gpt(layers=self.layers, width=self.width, length=self.length)
 
 
-class Case:
+class NodesCase:
     """The model on one seam with one method."""
 
     def __init__(self, task: Bytes, seam: str, method: str, hosts: int) -> None:
@@ -185,7 +186,7 @@ def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
 def train(seam: str, method: str, settings: dict[str, Any]) -> list[Record]:
     """Train with one method; its peak memory in a forward and a backward, and its validation loss."""
     task, steps = Bytes(), settings["training_steps"]
-    case = Case(task, seam, method, settings["hosts"])
+    case = NodesCase(task, seam, method, settings["hosts"])
     batches = list(islice(task.batches(0, dist.get_rank(), dist.get_world_size()), steps))
     for batch in batches[: FIRST_COMPRESSED + 1]:
         case.step(batch)
@@ -201,7 +202,7 @@ def time_steps(settings: dict[str, Any]) -> list[Record]:
     batches = list(islice(task.batches(0, dist.get_rank(), dist.get_world_size()), max(FIRST_COMPRESSED + 1, steps)))
     first = batches[: FIRST_COMPRESSED + 1]
     means = exact_means(task.make_model(), task, first[-1])
-    cases = [Case(task, seam, method, settings["hosts"]) for seam in settings["seams"] for method in SEAMS[seam]]
+    cases = [NodesCase(task, seam, method, settings["hosts"]) for seam in settings["seams"] for method in SEAMS[seam]]
     for case in cases:
         case.check(first, means)
     records, sent_bytes = [], None if rates == [LOOPBACK.name] else namespaces.sent_bytes

@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from gradwire.bench import launch
 from gradwire.bench.implementations import (
-    FIRST_COMPRESSED,
     GRADWIRE,
     MODEL,
     WARM_UP,
@@ -27,7 +26,7 @@ from gradwire.bench.record import Measured, Metric, Record, percentiles_ms, reco
 from gradwire.bench.tables import Group, Table, count, groups_of, median_of, pivot, value
 from gradwire.bench.timing import bench_device
 from gradwire.bench.turns import time_in_turn
-from gradwire.planner.hook_registry import label
+from gradwire.planner.hook_registry import FIRST_COMPRESSED, label
 
 HOOKS = ("bf16-fp32-sum", "int4", "powersgd-r4")
 PLAIN, MEASURED, COMPARED = "plain", "measured", "compared"

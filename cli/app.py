@@ -15,7 +15,7 @@ from gradwire.cli import run as run_command
 from gradwire.cli import version_line
 from gradwire.cli.advise import advise_command
 from gradwire.cli.bench import bench
-from gradwire.cli.command_runs import measured, report
+from gradwire.cli.bench_runs import measured, report
 from gradwire.cli.options import (
     MAX_SEED,
     MAX_STEPS,

@@ -16,7 +16,7 @@ from gradwire.bench.shapes import SHAPES
 from gradwire.bench.tables import Table, machine_line, print_tables
 from gradwire.bench.tasks import TASKS, TRAINED_HOOKS
 from gradwire.bench.timing import bench_device
-from gradwire.cli.command_runs import CPU, run
+from gradwire.cli.bench_runs import CPU, run
 from gradwire.cli.options import (
     DelayOption,
     HooksOption,

@@ -19,6 +19,8 @@ from gradwire.hooks.quantization_hooks import QuantizationState, quantization_ho
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
 from gradwire.kernels import WIRE_FORMATS
 
+FIRST_COMPRESSED = 2  # of measurements: the step from which on the buckets are final
+
 Registration = tuple[Any, CommHook]
 Make = Callable[[dist.ProcessGroup | None, int], Registration | None]
 
@@ -51,6 +53,7 @@ class HookEntry:
     wire: torch.dtype | None = None  # the wire dtype of hooks that only cast
     # whether the hook has error memory, and sends the first steps uncompressed
     error_feedback: bool = False
+    by_bucket: bool = False  # whether the payload depends on the bucket as a whole, and not on its gradients
     pytorch: PyTorchHook  # PyTorch's hook, or the closest that it has, for comparison in the benchmarks
 
 
@@ -104,6 +107,7 @@ def _low_rank(
         code="# Compresses from the third step on. Raise start_powerSGD_iter to the warm-up of your learning rate.\n"
         + _code(hook, f"PowerSGDState(None, matrix_approximation_rank={rank}, start_powerSGD_iter=2{arguments})"),
         error_feedback=True,
+        by_bucket=hook is batched_powerSGD_hook,
         pytorch=PyTorchHook(make=make_pytorchs, is_same=is_same, one_bucket=True, requires="numpy"),
     )
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gradwire.planner.hook_probe import FIRST_COMPRESSED
-from gradwire.planner.hook_registry import HOOKS, MARK, is_aggressive
+from gradwire.planner.hook_registry import FIRST_COMPRESSED, HOOKS, MARK, is_aggressive
 from gradwire.planner.link_probe import bytes_out_of_node
 from gradwire.planner.model import HookCost, Link, ModelCost, break_even, step_seconds, with_larger_buckets
 from gradwire.planner.probe import CAST, PLAIN, Measurement
@@ -88,7 +87,7 @@ def larger_buckets(model: ModelCost, hook: HookCost, plain: HookCost, link: Link
     The default size, if it is passed, also applies to the first bucket, which has 1 MiB otherwise.
     ``plain`` is the cost without a hook, whose messages are the gradients.
     """
-    if "batched" in hook.name:  # its payload is not a sum over gradients
+    if HOOKS[hook.name].by_bucket:
         return None
     registered = HOOKS[hook.name].make(None, FIRST_COMPRESSED)
     preferred = getattr(registered and registered[0], "preferred_bucket_cap_mb", None) or DEFAULT_CAP_MB

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from gradwire.bench.models import JOBS
-from gradwire.cli.command_runs import run
+from gradwire.cli.bench_runs import run
 from gradwire.cli.options import (
     DelayOption,
     HooksOption,

@@ -24,7 +24,6 @@ from gradwire import kernels
 from gradwire.bench.emulated import emulated_link
 from gradwire.bench.gpu.compare import require
 from gradwire.bench.implementations import (
-    FIRST_COMPRESSED,
     GRADWIRE,
     PYTORCH,
     WARM_UP,
@@ -53,7 +52,7 @@ from gradwire.comm.torch_internals import default_group
 from gradwire.hooks._plans import WARM_UP_STEPS
 from gradwire.hooks.powerSGD_hook import powerSGD_hook
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
-from gradwire.planner.hook_registry import HOOKS, Registration
+from gradwire.planner.hook_registry import FIRST_COMPRESSED, HOOKS, Registration
 from gradwire.reducer.bucket import BucketSpec, DenseBucket
 
 Row = dict[str, Any]

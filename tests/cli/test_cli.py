@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 import gradwire
-from gradwire.cli import __main__, bench, command_runs
+from gradwire.cli import __main__, bench, bench_runs
 from gradwire.cli.app import app
 from gradwire.planner.hook_registry import HOOKS
 
@@ -91,8 +91,8 @@ def test_options_that_cannot_be_used_are_refused_by_name(arguments, tmp_path, mo
 def test_quick_stands_for_the_options_in_the_help(monkeypatch):
     asked = []
     monkeypatch.setattr(bench.reducer, "measure", lambda *arguments: asked.append(arguments))
-    monkeypatch.setattr(command_runs, "measured", lambda _, measure, *__: measure())
-    monkeypatch.setattr(command_runs, "report", lambda *_: None)
+    monkeypatch.setattr(bench_runs, "measured", lambda _, measure, *__: measure())
+    monkeypatch.setattr(bench_runs, "report", lambda *_: None)
     shown = in_process("bench", "reducer", "--help").output
     assert "--quick stands for --models transformer --ranks 1 --steps 20." in shown
     assert in_process("bench", "reducer", "--quick").exit_code == 0

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from gradwire.cli import advise, app, command_runs
+from gradwire.cli import advise, app, bench_runs
 from gradwire.cli.options import finite
 
 # Options whose text holds numbers, with the unit of a value.
@@ -60,9 +60,9 @@ def nothing_is_measured(monkeypatch, tmp_path):
     def fail(what, *_, **__):
         raise AssertionError(f"{what} began")
 
-    for module in (app, command_runs):
+    for module in (app, bench_runs):
         monkeypatch.setattr(module, "measured", partial(fail, "the measurement"))
-    monkeypatch.setattr(command_runs.namespaces, "obstacle", lambda: None)
+    monkeypatch.setattr(bench_runs.namespaces, "obstacle", lambda: None)
     monkeypatch.setattr(advise, "_measure", partial(fail, "the measurement"))
     monkeypatch.setattr(advise.torch, "set_num_threads", lambda _: None)
 

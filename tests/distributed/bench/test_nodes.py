@@ -57,7 +57,7 @@ def test_gradients_of_one_rank_are_refused(seam, method):
                 parameter.grad.mul_(1 + (self.method == method) * (1 + dist.get_rank()))
         return 1.0
 
-    with small, environment, mock.patch.object(nodes.Case, "step", deviates):
+    with small, environment, mock.patch.object(nodes.NodesCase, "step", deviates):
         kind, message = error_of(lambda: nodes.main(settings, torch.device("cpu")))
     assert kind == "RuntimeError"
     assert message.startswith(f"{seam}, {method}: the gradients deviate") and message.endswith("Nothing is timed.")
