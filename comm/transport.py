@@ -221,8 +221,6 @@ class Transport:
         n_created: number of collectives created so far, awaited or not.
         local_size: number of ranks on each node, if nodes have equally many and consecutive ones; else 1.
         round_trip: seconds of a round trip between the two ranks that are farthest apart; 0 if it is not known.
-        n_passes: number of forward passes of the model so far, which messages with a header carry, so that the ranks
-            can compare it; 0 if it is not known, -1 if messages do not carry it.
     """
 
     def __init__(self, world_size: int, rank: int = 0) -> None:
@@ -231,7 +229,6 @@ class Transport:
         self.ranks = range(world_size)
         self.local_size = 1
         self.round_trip = 0.0
-        self.n_passes = 0
         self.payload_bytes = 0
         self.n_created = 0
         self._latest_sparse: list[Future[Any]] = []  # empty or one: see `AllReduce`

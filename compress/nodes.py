@@ -62,11 +62,10 @@ async def quantized_all_reduce_on_nodes(step: Step) -> None:
         if section.table.n_blocks > 0:
             kernels.sum_quantized(received, section, total, bucket.within.rank)
     # Between nodes, up to the codes.
-    bucket.between.n_passes = step.transport.n_passes
     tensors = shard.start_step(sums, sums, step.iteration, buffers)
-    tensors.quantize(1 / step.transport.world_size, bucket.between)
+    tensors.quantize(1 / step.transport.world_size, step.n_passes)
     await bucket.between.all_to_all(tensors.received, tensors.message)
-    tensors.reduce(bucket.between)
+    tensors.reduce(bucket.between, step.n_passes)
     await bucket.between.all_gather(tensors.message, tensors.result)
     # All-gather inside the node.
     await bucket.within.all_gather(gathered.view(1, bucket.within.world_size, -1), tensors.message.view(1, -1))

@@ -90,12 +90,12 @@ async def powersgd_all_reduce(step: Step, *, warm_start: bool = True) -> None:
 
     # M Q is linear in M = G + E: the mean of the ranks' products is the product of their mean, with one Q for all.
     kernels.project(m, bucket.q, p_wire, scale)
-    await exchange(tensors.messages[0], transport)
+    await exchange(tensors.messages[0], step)
     # After the all-reduce, so that all ranks orthogonalize the same P. Orthonormal columns make P P^T a projection:
     # the result P Q^T = P P^T M is the best approximation of M in the column space of P.
     kernels.orthogonalize(p_wire, table.p, p, bucket.finite)
     kernels.backproject(m, p, q_wire, scale)
-    await exchange(tensors.messages[1], transport)
+    await exchange(tensors.messages[1], step)
     # Each rank keeps E = M - P Q^T of its own M (algorithm 2), and all keep Q with columns of unit length.
     kernels.reconstruct(m, p, q_wire, bucket.finite)
 
@@ -125,13 +125,13 @@ async def alternating_all_reduce(step: Step) -> None:
         m, (p,), q = tensors.matrices, tensors.wires, tensors.basis
         kernels.orthogonalize(bucket.q, table.q, q, bucket.finite)
         kernels.project(m, q, p, scale)
-        await exchange(tensors.messages[0], transport)
+        await exchange(tensors.messages[0], step)
     else:
         tensors = bucket.start_step(step, sends=(table.q,), basis=table.p)
         m, (q,), p = tensors.matrices, tensors.wires, tensors.basis
         kernels.orthogonalize(bucket.p, table.p, p, bucket.finite)
         kernels.backproject(m, p, q, scale)
-        await exchange(tensors.messages[0], transport)
+        await exchange(tensors.messages[0], step)
     kernels.reconstruct(m, p, q, bucket.finite)
 
 
@@ -139,12 +139,12 @@ async def alternating_all_reduce(step: Step) -> None:
 Message = Sequence[Tensor] | QuantizedStep
 
 
-async def exchange(message: Message, transport: Transport) -> None:
+async def exchange(message: Message, step: Step) -> None:
     """Replace factors, and the gradients that are sent with them, by their sums over all ranks."""
     if isinstance(message, QuantizedStep):
-        await two_shot_all_reduce(message, transport)
+        await two_shot_all_reduce(message, step.transport, n_passes=step.n_passes)
     else:
-        await transport.all_reduce(*message)
+        await step.transport.all_reduce(*message)
 
 
 class LowRankStep(NamedTuple):

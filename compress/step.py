@@ -87,6 +87,8 @@ class Step:
             rank must await the same ones in the same order.
         workspace: provides wire buffers.
         names: parameter names.
+        n_passes: number of forward passes of the model so far, which messages with a header carry, so that the ranks
+            can compare it; 0 if it is not known, -1 if messages do not carry it.
     """
 
     source: Gradients
@@ -96,6 +98,7 @@ class Step:
     transport: Transport
     workspace: Workspace
     names: tuple[str, ...] = ()
+    n_passes: int = 0
 
     @classmethod
     def of(

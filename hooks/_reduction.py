@@ -60,12 +60,11 @@ def reduce_bucket(
     def begin(workspace: Workspace) -> Algorithm[Any]:
         if position == 0:
             executor.start_step()
-        transport.n_passes = n_passes
         steps: Algorithm[Any]
         if work is None:
             steps = sparse_all_reduce(result, transport, divisor or transport.world_size)
         else:
-            steps = algorithm(Step(work.source, work.target, memory, number, transport, workspace, names))
+            steps = algorithm(Step(work.source, work.target, memory, number, transport, workspace, names, n_passes))
         return steps if sample is None else sample.measured(steps, is_final, device, work and work[:2], transport)
 
     # PyTorch's DDP raises "Unable to cast ... to Tensor", without a traceback.

@@ -86,7 +86,7 @@ class StepCount:
 
     def is_first(self, position: int) -> bool:
         """Whether a bucket at this position would be the first one of a step."""
-        return self._latest is None or position <= self._latest
+        return not self.is_open or self._latest is None or position <= self._latest
 
     def begins(self, position: int) -> bool:
         """Note a bucket; returns whether it is the first one of a step."""

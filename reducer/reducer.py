@@ -296,6 +296,9 @@ class Reducer:
         calls = self._backward.calls
         calls[index] += 1
         if self.static_calls is None:
+            if self._backward.is_delay_due:
+                self._backward.is_delay_due = False
+                queue_callback(self._delay_all_reduce)
             self.times.record("backward_compute_time_start")
             return False
         expected = self.static_calls[index]
@@ -601,8 +604,10 @@ class Reducer:
 
     def _delay_all_reduce(self) -> None:
         """Reduce all buckets at the end of the first backward of a static graph, and keep the calls of its hooks."""
-        # no_sync counts nothing; nor does a backward that has reached no parameter, such as one to the inputs alone.
-        if self._backward.phase is Phase.DONE or not any(self._backward.calls):
+        if self._backward.phase is Phase.DONE:  # no_sync counts nothing
+            return
+        if not any(self._backward.calls):  # a backward to the inputs alone; the next one of this forward may reach more
+            self._backward.is_delay_due = True
             return
         self.static_calls = self._backward.calls
         self.unused = [index for index, calls in enumerate(self.static_calls) if calls == 0]
@@ -766,6 +771,7 @@ class Backward:
         self.n_pending = [len(bucket.members) for bucket in buckets]  # gradients that each bucket still waits for
         self.expected_in = -1  # position of the bucket of which a hook is not deferred, so that its end is noticed
         self.calls = [0] * n_parameters  # of each parameter's autograd hook, with a static graph
+        self.is_delay_due = False  # whether the first of these calls queues `_delay_all_reduce`
         self.n_launched = 0  # buckets, skipped ones included
         self.skipped: set[int] = set()  # positions of the buckets that are not reduced: no parameter of them is used
         # None before the launch, and if not reduced.

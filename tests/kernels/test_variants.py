@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
 class OneRank:
     """A transport whose collectives do nothing, and suspend nothing."""
 
-    world_size, rank, ranks, n_passes = 1, 0, range(1), 0
+    world_size, rank, ranks = 1, 0, range(1)
 
     def pieces(self, nbytes):
         return 1

@@ -22,6 +22,7 @@ from gradwire.compress.policy import MatrixShape
 from gradwire.compress.powersgd import alternating_all_reduce, powersgd_all_reduce
 from gradwire.hooks import hook_state
 from gradwire.hooks import powerSGD_hook as ours
+from gradwire.hooks.hook_state import StepCount
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
 from tests.support.ranks import from_all_ranks, on_ranks
@@ -557,3 +558,13 @@ def test_law7_training_with_rebuilt_buckets_equals_training_without(wrapper):
     many = wrap_anew(anew, TOTAL // 5)
     assert relative_deviation(many, wrap_anew([(wrapper, SMALL)], TOTAL)) <= TOLERANCE * U[torch.float32]
     assert_same_on_all_ranks(from_all_ranks(many))
+
+
+def test_step_may_start_after_the_place_where_the_last_one_ended():
+    steps, begun = StepCount(), []
+    for positions in ((0, 1, 2), (0,), (1,), (2,), (1, 2)):  # the other buckets are skipped
+        for position in positions:
+            begun.append(steps.begins(position))
+            steps.is_open = True
+        steps.end()
+    assert begun == [True, False, False, True, True, True, True, False]

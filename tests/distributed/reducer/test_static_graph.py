@@ -107,13 +107,16 @@ def test_static_graph_with_dataclass_output_is_reduced(view):
 def test_gradients_of_the_inputs_alone_do_not_tell_a_static_graph_what_is_unused():
     ddp, twin = (wrap("gradwire", Parts(), static_graph=True) for _ in range(2))
     twin.module.load_state_dict(ddp.module.state_dict())
-    inputs = torch.ones(3, 4, requires_grad=True)
-    torch.autograd.grad(ddp(inputs, (0, 1)).sum(), inputs)
     for step in range(3):
         for model in (ddp, twin):
             model.zero_grad()
-            model(torch.ones(3, 4) * (1 + step + dist.get_rank()), (0, 1)).backward()
+            inputs = torch.full((3, 4), 1.0 + step + dist.get_rank(), requires_grad=model is ddp)
+            output = model(inputs, (0, 1))
+            if model is ddp:  # as for a gradient penalty
+                torch.autograd.grad(output.sum(), inputs, retain_graph=True)
+            output.backward()
         assert_same_bits(gradients(ddp), gradients(twin))
+        assert_same_on_all_ranks(from_all_ranks(gradients(ddp)))
 
 
 @views
