@@ -37,7 +37,7 @@ class BucketWork(NamedTuple):
 
 
 def tensor_in(value: Any) -> torch.Tensor:
-    """The tensor in the value of a hook's future: that of a collective has a list around it."""
+    """The tensor in a future's value: a collective's future holds a list with one tensor."""
     tensor: torch.Tensor = value if isinstance(value, torch.Tensor) else value[0]
     return tensor
 

@@ -150,8 +150,7 @@ class WireFormat:
         """
         scales = self.scales(blocks, counts)
         valid = torch.where(scales.isnan(), 0.0, blocks)  # the scale alone carries the NaN: codes have none
-        inverse = torch.where(scales.abs() > 0, scales.reciprocal(), 0.0)
-        payload = self.payload(valid, (valid * inverse).clamp(-self.levels, self.levels))
+        payload = self.payload(valid, (valid * _inverse(scales)).clamp(-self.levels, self.levels))
         # By their bits: the conversion of NaN to bf16 differs between devices.
         return (scales.view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16), payload
 
@@ -253,7 +252,7 @@ class Signs(WireFormat):
         magnitudes = blocks.abs()
         largest = magnitudes.amax(1, keepdim=True)
         unit = self.round_scale(largest, largest * 2.0**-14)
-        multiples = (magnitudes * torch.where(unit > 0, unit.reciprocal(), 0.0)).round()
+        multiples = (magnitudes * _inverse(unit)).round()
         total = multiples.sum(1, keepdim=True)
         squares = (multiples * 2.0**-7).round().square().sum(1, keepdim=True)
         return self.round_scale(largest, unit * self.units(total, squares, counts.unsqueeze(1).to(torch.float32)))
@@ -393,6 +392,11 @@ def round_to_bf16(x: Tensor, draws: Tensor) -> Tensor:
     bits = (x.view(torch.int32) + (draws >> 8).to(torch.int32)) & -0x10000
     rounded = bits.view(torch.float32).clamp(-BF16_MAX, BF16_MAX)
     return torch.where(x.isfinite(), rounded, x).to(torch.bfloat16)
+
+
+def _inverse(scales: Tensor) -> Tensor:
+    """1 / scale; 0 for the scales 0 and NaN."""
+    return torch.where(scales.abs() > 0, scales.reciprocal(), 0.0)
 
 
 def _narrow(x: Tensor, dtype: torch.dtype) -> Tensor:

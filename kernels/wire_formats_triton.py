@@ -152,7 +152,7 @@ def _round_scale(largest, quotient, FORMAT: tl.constexpr):
 
 @triton.jit
 def _inverse(scale):
-    """1 / scale, or 0: one division for the block and a product for each element, because divisions are slow."""
+    """`wire_formats._inverse`: one division for the block and a product for each element; divisions are slow."""
     return tl.where(tl.abs(scale) > 0, tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale), 0.0)
 
 

@@ -17,16 +17,11 @@ from gradwire.testing._cases import Case, Model
 CPU = torch.device("cpu")
 SIMULATED = 8  # ranks that run; all others send what the last of these sends
 
-Watch = Callable[[list[tuple[Tensor, ...]]], None]
 
-
-def run_in_lockstep(
-    algorithms: Sequence[Algorithm[Any]], watch: Watch | None = None, *, world_size: int | None = None
-) -> list[Any]:
+def run_in_lockstep(algorithms: Sequence[Algorithm[Any]], *, world_size: int | None = None) -> list[Any]:
     """Run one algorithm for each rank to its end; returns their results.
 
-    ``watch`` gets every rank's tensors before each all-reduce. With a ``world_size``, there are further ranks, which
-    send what the last one with an algorithm sends.
+    With a ``world_size``, there are further ranks, which send what the last one with an algorithm sends.
     """
     drivers, n_others = [Driver(algorithm) for algorithm in algorithms], (world_size or 0) - len(algorithms)
     while True:
@@ -35,13 +30,11 @@ def run_in_lockstep(
             return [driver.result for driver in drivers]
         assert len(awaited) == len(drivers), "some ranks have ended"
         assert len({type(collective) for collective in awaited}) == 1, "the ranks await different collectives"
-        _run(awaited, max(0, n_others), watch)
+        _run(awaited, max(0, n_others))
 
 
-def _run(awaited: Sequence[Collective], n_others: int, watch: Watch | None) -> None:
+def _run(awaited: Sequence[Collective], n_others: int) -> None:
     reductions = [each for each in awaited if isinstance(each, AllReduce)]
-    if reductions and watch is not None:
-        watch([each.tensors for each in reductions])
     for tensors in zip(*(each.tensors for each in reductions), strict=True):
         stacked = torch.stack(tensors)
         if reductions[0].op == dist.ReduceOp.MAX:
