@@ -5,14 +5,18 @@ For each matrix M of n x m, with Q (m x r) from the step before:
     M = G + E                                   error feedback
     P = all-reduce(M Q),  P = orthogonalize(P)  one step of power iteration; P: n x r
     Q = all-reduce(M^T P)
-    G = P Q^T,            E = M - G
+    G = P Q^T,            E = M - P Q_own^T     Q_own = M^T P: this rank's own, before the all-reduce
 
 Each matrix sends r (n + m) elements instead of n m. Gradients that are not compressed are sent together with P. In
 memory, factors are transposed, P as r x n and Q as r x m: each column is contiguous.
 
-Factors may also take two-shot all-reduces, which quantize them: `gradwire.compress.quantization`. P and Q are the
-factors as received, from the same bytes on every rank, so E = M - P Q^T includes the loss of quantization, which needs
-no error memory of its own.
+The paper's code, like PyTorch's, keeps E = M - P Q^T of the mean Q. The mean of E over the ranks, on which alone the
+results depend, is the same: the ranks' Q_own add up to Q. But there, each rank's E also adds up the difference of its
+gradient from the mean, in every step, and grows as sqrt(steps); here it stays of the size of what rank r leaves out.
+
+Factors may also take two-shot all-reduces, which quantize them: `gradwire.compress.quantization`. P and Q are then the
+factors as received, from the same bytes on every rank, and Q_own is what this rank's codes add to Q. So E includes the
+loss of quantization, which needs no error memory of its own.
 
 Source: Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization",
 NeurIPS 2019, algorithms 1 and 2.
@@ -31,7 +35,7 @@ from gradwire.comm.executor import Workspace
 from gradwire.comm.transport import Transport
 from gradwire.compress.memory import BucketMemory, MemoryByName, error_like, names_or_numbers
 from gradwire.compress.policy import MatrixShape
-from gradwire.compress.quantization import QuantizedFactors, QuantizedStep, two_shot_all_reduce
+from gradwire.compress.quantization import FACTOR_BLOCK_SIZE, QuantizedFactors, QuantizedStep, two_shot_all_reduce
 from gradwire.compress.step import Step, is_in_place, set_counter
 from gradwire.kernels import (
     ALIGN_NUMEL,
@@ -39,6 +43,7 @@ from gradwire.kernels import (
     Matrix,
     MatrixTable,
     Operands,
+    OwnFactor,
     Renewal,
     SegmentTable,
     Uncompressed,
@@ -96,15 +101,15 @@ async def powersgd_all_reduce(step: Step, *, warm_start: bool = True) -> None:
     kernels.orthogonalize(p_wire, table.p, p, bucket.finite)
     kernels.backproject(m, p, q_wire, scale)
     await exchange(tensors.messages[1], step)
-    # Each rank keeps E = M - P Q^T of its own M (algorithm 2), and all keep Q with columns of unit length.
+    # Each rank keeps what its own factors leave out of M (algorithm 2), and all keep Q with columns of unit length.
     kernels.reconstruct(m, p, q_wire, bucket.finite)
 
 
 async def alternating_all_reduce(step: Step) -> None:
     """PowerSGD that sends one factor per step, P or Q: one all-reduce and about half the bytes.
 
-        even steps:  Q = orthogonalize(Q of the last step),  P = all-reduce(M Q),    G = P Q^T,  E = M - G
-        odd steps:   P = orthogonalize(P of the last step),  Q = all-reduce(M^T P),  G = P Q^T,  E = M - G
+        even steps:  Q = orthogonalize(Q of the last step),  P = all-reduce(M Q),    G = P Q^T,  E = M - P_own Q^T
+        odd steps:   P = orthogonalize(P of the last step),  Q = all-reduce(M^T P),  G = P Q^T,  E = M - P Q_own^T
 
     The other factor is one step old, so each approximation is slightly worse.
 
@@ -228,13 +233,15 @@ class LowRankBucket(BucketMemory):
         self._factor_wire = factor_wire
         self._factor_dtype = factor_dtype or (torch.bfloat16 if dtype == torch.float16 else dtype)
         self._quantized: dict[FactorLayout, QuantizedFactors] = {}  # by side, from its first step on
+        self._own_sent: dict[FactorLayout, Tensor] = {}  # likewise: `OwnFactor.sent`
         super().__init__(SegmentTable(layouts), {"errors": {}, "q": {}, "p": {}})
         matrices = [
             Matrix(shape.rows, shape.columns, shape.rank, random_key(seed, f"{names[i]}/{k}"))
             for i, shape in compressed.items()
             for k in range(shape.matrices)
         ]
-        self.table = MatrixTable(matrices, dtype, device, precision)
+        align = ALIGN_NUMEL if factor_wire is None else FACTOR_BLOCK_SIZE
+        self.table = MatrixTable(matrices, dtype, device, precision, align)
         self.kernels = bound_low_rank(self.table)
         self.finite = torch.ones(len(matrices), dtype=torch.int32, device=device)
         self.counter = torch.full((1,), iteration, dtype=torch.int64, device=device)
@@ -273,9 +280,7 @@ class LowRankBucket(BucketMemory):
 
         messages: list[Message]
         if self._factor_wire is not None:
-            messages, wires, others, basis_buffer = self._quantized_messages(
-                iteration, step.transport, workspace, sends, basis
-            )
+            messages, wires, others, basis_buffer = self._quantized_messages(step.transport, workspace, sends, basis)
         else:
             dtype, on_wire, sent = self.table.dtype, self._factor_dtype, sends[0].numel
             sizes = [(basis.numel, self.table.compute)]
@@ -308,12 +313,23 @@ class LowRankBucket(BucketMemory):
         assert kept is not None, "P is kept only by a bucket made with alternating=True"
         renewal = Renewal(sends[-1], kept, self.counter, advance_to)
         keep = self._keeps and len(sends) == 2
-        matrices = Operands(self.table, gradients, results, self._errors, keep, uncompressed, renewal)
+        own = self._own_factor(sends[-1], step.transport.world_size)
+        matrices = Operands(self.table, gradients, results, self._errors, keep, uncompressed, renewal, own)
         return LowRankStep(matrices, messages, wires, basis_buffer)
+
+    def _own_factor(self, side: FactorLayout, world_size: int) -> OwnFactor | None:
+        """Where this rank's own factor is kept, which the error memory needs unless it is the only one."""
+        if self._errors is None or world_size == 1:
+            return None
+        quantized = self._quantized.get(side)
+        if side not in self._own_sent:
+            dtype = self._factor_dtype if quantized is None else self.table.compute
+            self._own_sent[side] = torch.empty(side.numel, dtype=dtype, device=self.table.device)
+        residual = None if quantized is None or quantized.residual is None else quantized.residual[: side.numel]
+        return OwnFactor(side, self._own_sent[side], residual, world_size)
 
     def _quantized_messages(
         self,
-        iteration: int,
         transport: Transport,
         workspace: Workspace,
         sends: Sequence[FactorLayout],
@@ -327,16 +343,20 @@ class LowRankBucket(BucketMemory):
         messages: list[Message] = []
         for side in sides:
             used, buffers = buffers[: len(side.wires)], buffers[len(side.wires) :]
-            messages.append(side.start_step(side.tensors, side.tensors, iteration, used))
+            messages.append(side.start_exchange(used))
         return messages, [side.factors for side in sides], sides[0].others, basis_buffer
 
     def _quantized_factors(self, side: FactorLayout, transport: Transport) -> QuantizedFactors:
         """The message of one side's factors, and of the gradients that are sent with them."""
         if side not in self._quantized:
             assert self._factor_wire is not None
-            table, numel = self.table, self._others_numel if side is self.table.p or self.p is not None else 0
+            table, is_alternating = self.table, self.p is not None
+            numel = self._others_numel if side is table.p or is_alternating else 0
             others = torch.empty(numel, dtype=table.dtype, device=table.device)
-            self._quantized[side] = QuantizedFactors(side, table.compute, self._factor_wire, others, transport)
+            has_residual = self._errors is not None and (side is table.q or is_alternating)
+            self._quantized[side] = QuantizedFactors(
+                side, table.compute, self._factor_wire, others, transport, has_residual
+            )
         return self._quantized[side]
 
     @property
@@ -382,7 +402,7 @@ class LowRankBucket(BucketMemory):
         views, first = {}, 0
         for shape, name in zip(self._shapes, names, strict=True):
             length = factors.lengths[first]
-            distance = -(-factors.sizes[first] // ALIGN_NUMEL) * ALIGN_NUMEL
+            distance = -(-factors.sizes[first] // factors.align) * factors.align
             size, stride = (shape.matrices, shape.rank, length), (distance, length, 1)
             view = views[name] = buffer.as_strided(size, stride, factors.offsets[first])
             if name in earlier and earlier[name].shape == view.shape:

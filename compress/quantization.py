@@ -264,13 +264,21 @@ class QuantizedFactors(QuantizedMessage):
     addresses of the tensors on the device, so these are not from a workspace: in a CUDA graph they must stay.
 
     Attributes:
-        factors: the factors, packed.
+        factors: the factors, packed; each is padded to whole blocks.
         others: the gradients, packed.
+        residual: what the last exchange lost of this rank's factors, packed, and more elements. Over the ranks, it adds
+            up to the factors' sum less that of the factors as received. None without ``has_residual``.
         tensors: each factor, and the gradients if there are any.
     """
 
     def __init__(
-        self, side: FactorLayout, dtype: torch.dtype, wire: WireFormat, others: Tensor, transport: Transport
+        self,
+        side: FactorLayout,
+        dtype: torch.dtype,
+        wire: WireFormat,
+        others: Tensor,
+        transport: Transport,
+        has_residual: bool,
     ) -> None:
         self.factors, self.others = torch.empty(side.numel, dtype=dtype, device=others.device), others
         self.tensors = side.views(self.factors)
@@ -280,6 +288,20 @@ class QuantizedFactors(QuantizedMessage):
             formats.append(full_format(others.dtype))
         options = Quantization(block_size=FACTOR_BLOCK_SIZE, error_dtype=None)
         super().__init__(self.tensors, formats, transport, options)
+        self.residual: Tensor | None = None
+        if has_residual:
+            cell_numel = self.message_layout.sections[0].blocks_per_cell * FACTOR_BLOCK_SIZE
+            self.residual = others.new_zeros(self.message_layout.n_cells * cell_numel, dtype=torch.float32)
+
+    def start_exchange(self, buffers: Sequence[Tensor]) -> QuantizedStep:
+        """Lay out an exchange of ``tensors`` in place; see `start_step`."""
+        step = self.start_step(self.tensors, self.tensors, 0, buffers)
+        if self.residual is not None:
+            layout, factors = self.message_layout, step.sections[0]
+            # The rank that sums a cell adds what its own first shot has lost there, so one residual serves both shots.
+            own_cells = self.residual.view(layout.pieces, layout.world_size, -1)[:, self._rank]
+            step.sections[0] = factors._replace(pending=self.residual, shard_errors=own_cells, shard_pending=own_cells)
+        return step
 
 
 class QuantizedBucket(QuantizedMessage, BucketMemory):

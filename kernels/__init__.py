@@ -58,6 +58,7 @@ from gradwire.kernels.matrix_table import (
     Matrix,
     MatrixTable,
     Operands,
+    OwnFactor,
     Renewal,
     Uncompressed,
 )
@@ -89,6 +90,7 @@ __all__ = [
     "MatrixTable",
     "MessageLayout",
     "Operands",
+    "OwnFactor",
     "QuantizationKernels",
     "Recording",
     "Renewal",

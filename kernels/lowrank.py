@@ -2,7 +2,8 @@
 
     project       M = G + E,  P = scale M Q          G, E: n x m,  P: n x r,  Q: m x r
     backproject   Q = scale M^T P
-    reconstruct   out = P Q^T,  E = M - out          if the factors are finite; otherwise out = NaN and E stays
+    reconstruct   out = P Q^T,  E = M - out - (P_own Q_own^T - P Q^T)
+                                                     if the factors are finite; otherwise out = NaN and E stays
 
     renew         next_c = q_c / |q_c|               for each column c of the factors to start the next step from
                   next_c = a random unit vector      where q_c is zero: otherwise that column would stay zero
@@ -10,9 +11,13 @@
 ``out`` saturates at the largest finite value of the gradients' dtype; the part that is cut off stays in E. Factors are
 stored transposed (`matrix_table`).
 
-E is the error memory. The update conserves G + E = out + E (new) to the rounding of one subtraction; the rounding of a
-16-bit result is part of the new E. Only the last pass overwrites E, when every rank knows whether all factors are
-finite. A step with an inf or NaN anywhere therefore leaves E bitwise as it was, without a host synchronization.
+E is the error memory. P_own Q_own^T is what this rank has added to the mean P Q^T: of the two factors, the one in the
+last exchange differs between the ranks. With M - out alone, the ranks' E would drift apart as a random walk, by the
+difference of their gradients in each step, although their mean stays small. As the differences from the mean add up to
+zero over the ranks, G + E = out + E (new) holds for the ranks' means, to the rounding of the sums on the wire and of
+two subtractions; the rounding of a 16-bit result is part of the new E. Only the last pass overwrites E, when every rank
+knows whether all factors are finite. A step with an inf or NaN anywhere therefore leaves E bitwise as it was, without a
+host synchronization.
 
 Unit columns give the columns of the next P the magnitude of the gradient. Random columns come from a counter-based
 generator. Its counters are the key of the matrix, the step and the place in the factor, so all ranks draw the same.
@@ -38,7 +43,7 @@ from torch import Tensor
 
 from gradwire.kernels.counter_random import uniform
 from gradwire.kernels.dispatch import use_triton
-from gradwire.kernels.matrix_table import FactorLayout, MatrixTable, Operands
+from gradwire.kernels.matrix_table import FactorLayout, MatrixTable, Operands, OwnFactor
 from gradwire.kernels.orthogonalize import bound_orthogonalize
 
 # Row norms in this range can be squared in fp64; others take `_renew_carefully`.
@@ -50,7 +55,8 @@ def project_reference(operands: Operands, q: Tensor, p: Tensor, scale: float) ->
 
     Args:
         operands: the matrices. With ``keep``, the target is overwritten with M. If ``uncompressed`` gradients are sent
-            with P, they are written onto their wire, times ``scale``. Nothing else is modified.
+            with P, they are written onto their wire, times ``scale``; if P is the ``own`` factor, it is copied there.
+            Nothing else is modified.
         q: the packed factors Q, fp32 or fp64 as ``table.compute``.
         p: the packed factors P, in a wire dtype: fp32, bf16 or fp64. Overwritten, with zeros between the factors. A row
             of P is not finite if that row of M is not.
@@ -65,6 +71,7 @@ def project_reference(operands: Operands, q: Tensor, p: Tensor, scale: float) ->
         if operands.keep:
             operands.target[i].copy_(m)
         p_i.copy_(scale * (q_i @ m.t()))  # P = M Q, transposed
+    _remember(operands.own, table.p, p)
 
 
 def backproject_reference(operands: Operands, p: Tensor, q: Tensor, scale: float) -> None:
@@ -72,7 +79,7 @@ def backproject_reference(operands: Operands, p: Tensor, q: Tensor, scale: float
 
     Args:
         operands: the matrices, after `project` if it keeps M. Not modified. If ``uncompressed`` gradients are sent with
-            Q, they are written onto their wire, times ``scale``.
+            Q, they are written onto their wire, times ``scale``; if Q is the ``own`` factor, it is copied there.
         p: the packed factors P, fp32 or fp64 as ``table.compute``.
         q: the packed factors Q, in a wire dtype: fp32, bf16 or fp64. Overwritten, with zeros between the factors.
         scale: multiplier of the product, for example 1 / world size.
@@ -81,13 +88,21 @@ def backproject_reference(operands: Operands, p: Tensor, q: Tensor, scale: float
     _prepare_wire(operands, table.q, q, scale)
     for i, (p_i, q_i) in enumerate(zip(table.p.views(p), table.q.views(q), strict=True)):
         q_i.copy_(scale * (p_i @ _compensated(operands, i)))
+    _remember(operands.own, table.q, q)
+
+
+def _remember(own: OwnFactor | None, layout: FactorLayout, factors: Tensor) -> None:
+    """Copy factors before the exchange, if they are in the last one."""
+    if own is not None and own.layout is layout:
+        own.sent.copy_(factors)
 
 
 def reconstruct_reference(operands: Operands, p: Tensor, q: Tensor, finite: Tensor) -> None:
     """out = P Q^T into the target; E = M - out, for every matrix whose factors are finite (algorithm 2).
 
-    With ``operands.renewal``, P or Q is renewed first, as by `renew_reference`, and the number of the step advances.
-    With ``operands.uncompressed``, these gradients are read from their wire.
+    With ``operands.own``, E = M - out - (P_own Q_own^T - P Q^T), where one factor is this rank's own. With
+    ``operands.renewal``, P or Q is renewed first, as by `renew_reference`, and the number of the step advances. With
+    ``operands.uncompressed``, these gradients are read from their wire.
 
     Args:
         operands: the matrices, after `project` if it keeps M. Target and error memory are overwritten.
@@ -99,13 +114,27 @@ def reconstruct_reference(operands: Operands, p: Tensor, q: Tensor, finite: Tens
     table = operands.table
     renew = bound_renew(table.device, table.compute)  # may use Triton even where the matrices cannot
     _renew_and_unflatten(operands, p, q, finite, renew)
+    own_p, own_q = _differences(operands, p.to(table.compute), q.to(table.compute))
     for i, (p_i, q_i) in enumerate(zip(table.p.views(p), table.q.views(q), strict=True)):
         out = (p_i.to(table.compute).t() @ q_i.to(table.compute)).clamp(-table.limit, table.limit).to(table.dtype)
         out = torch.where(finite[i] > 0, out, torch.nan)
         if operands.error is not None:
             error = _compensated(operands, i) - out.to(table.compute)
+            if operands.own is not None:
+                error -= table.p.views(own_p)[i].t() @ table.q.views(own_q)[i]
             operands.error[i].copy_(torch.where(finite[i] > 0, error, operands.error[i]))
         operands.target[i].copy_(out)
+
+
+def _differences(operands: Operands, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """P and Q, packed, of which the own factor is replaced by its difference from the received one."""
+    own = operands.own
+    if own is None:
+        return p, q
+    if own.residual is not None:
+        own.sent.sub_(own.residual)
+    mine = own.sent.to(p.dtype) * own.world_size
+    return (mine - p, q) if own.layout is operands.table.p else (p, mine - q)
 
 
 def _prepare_wire(operands: Operands, layout: FactorLayout, factors: Tensor, scale: float) -> None:
@@ -198,6 +227,7 @@ def project_cpu(operands: Operands, q: Tensor, p: Tensor, scale: float) -> None:
         if operands.keep:
             target.copy_(m)
     torch.mul(product, scale, out=p)
+    _remember(operands.own, table.p, p)
 
 
 def backproject_cpu(operands: Operands, p: Tensor, q: Tensor, scale: float) -> None:
@@ -211,6 +241,7 @@ def backproject_cpu(operands: Operands, p: Tensor, q: Tensor, scale: float) -> N
     for i, m, *error, columns in _blocks(table, ps, *parts_of_m):
         torch.addmm(qs[i], columns, _add(m, error, table.scratch[i]), out=qs[i])
     torch.mul(product, scale, out=q)
+    _remember(operands.own, table.q, q)
 
 
 def reconstruct_cpu(operands: Operands, p: Tensor, q: Tensor, finite: Tensor) -> None:
@@ -219,12 +250,17 @@ def reconstruct_cpu(operands: Operands, p: Tensor, q: Tensor, finite: Tensor) ->
     _renew_and_unflatten(operands, p, q, finite, renew_cpu)
     ps = table.p.cached_views(p) if p.dtype == compute else table.p.views(p.to(compute))
     qs = table.q.cached_views(q) if q.dtype == compute else table.q.views(q.to(compute))
-    flags = finite.tolist()
+    flags, ranks = finite.tolist(), table.p.ranks
+    if operands.own is not None:  # the differences next to the factors: [2 r, n] and [2 r, m]
+        differences = _differences(operands, p.to(compute), q.to(compute))
+        own_p, own_q = (side.views(each) for side, each in zip((table.p, table.q), differences, strict=True))
+        ps, qs = ([torch.cat(pair) for pair in zip(*sides, strict=True)] for sides in ((ps, own_p), (qs, own_q)))
     for i, source, target, *error, columns in _blocks(table, ps, operands.source, operands.target, operands.error):
         if not flags[i]:  # on some rank: E stays as it was, on all ranks
             target.fill_(torch.nan)
             continue
-        product = torch.mm(columns.t(), qs[i], out=table.scratch[i][: len(target)])
+        r, scratch = ranks[i], table.scratch[i][: len(target)]
+        product = torch.mm(columns[:r].t(), qs[i][:r], out=scratch)
         if table.dtype != compute:
             product.clamp_(-table.limit, table.limit)
         if operands.keep:  # the target still holds M: E first, then the result
@@ -234,6 +270,8 @@ def reconstruct_cpu(operands: Operands, p: Tensor, q: Tensor, finite: Tensor) ->
             error[0].add_(source).sub_(target.copy_(product))
         else:
             target.copy_(product)
+        if operands.own is not None:
+            error[0].sub_(torch.mm(columns[r:].t(), qs[i][r:], out=scratch))
 
 
 def renew_cpu(

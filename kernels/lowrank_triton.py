@@ -1,4 +1,4 @@
-"""PowerSGD's passes in Triton: P = M Q and Q = M^T P, then out = P Q^T with E = M - out, and the renewal of factors.
+"""PowerSGD's passes in Triton: P = M Q and Q = M^T P, then out = P Q^T with the error E, and the renewal of factors.
 
 A program works through a strip of one matrix, tile by tile. For P and for the result, a strip runs along a few rows;
 for Q, down a few columns. Strips keep the number of programs high for matrices of few rows or columns.
@@ -29,12 +29,12 @@ from gradwire.kernels.common_triton import kernel, load_fields, triton_dtype, un
 from gradwire.kernels.dispatch import has_tf32
 from gradwire.kernels.flatten_triton import move_chunk
 from gradwire.kernels.matrix_table import (
-    ALIGN_NUMEL,
     ELEMENTWISE_RANK,
     SUM_NUMEL,
     FactorLayout,
     MatrixTable,
     Operands,
+    OwnFactor,
     Renewal,
     Uncompressed,
 )
@@ -74,6 +74,7 @@ class Pass:
     keeps: bool = False  # whether the pass stores M in the target
     is_kept: bool = False  # whether an earlier pass did
     limit: float = inf  # largest magnitude of the result
+    own: str | None = None  # the factor, "p" or "q", of which this rank's own differs from the received one
 
 
 @triton.jit
@@ -250,6 +251,7 @@ def _sum_partials_kernel(
     partial_ptr,  # output of `_multiply_kernel`
     chunks_ptr,  # [5, sums] int64: `Product.chunks`
     out_ptr,  # packed factors in a wire dtype
+    sent_ptr,  # like out: a copy; None: none
     n_sums,
     scale: tl.float64,
     limit: tl.float64,
@@ -282,6 +284,8 @@ def _sum_partials_kernel(
         # Zeros up to the next factor: the whole wire is sent.
         mask = offs < (size + ALIGN - 1) // ALIGN * ALIGN
         tl.store(out_ptr + offset + offs, result.to(out_ptr.dtype.element_ty), mask=mask)
+        if sent_ptr is not None:
+            tl.store(sent_ptr + offset + offs, result.to(out_ptr.dtype.element_ty), mask=mask)
     if segments_ptr is not None and program >= n_sums:
         move_chunk(
             segments_ptr, wire_ptr, None, n_segments, n_others, program - n_sums, multiplier,
@@ -336,7 +340,8 @@ def _others(others: Uncompressed | None, *, of_target: bool = False) -> dict[str
 def _multiply(operands: Operands, factor: Tensor, out: Tensor, scale: float, to_p: bool) -> None:
     """Write ``scale`` M Q or ``scale`` M^T P into ``out``: the partial sums, then their sum."""
     table, others = operands.table, operands.uncompressed
-    is_sent_now = others is not None and others.sent_with is (table.p if to_p else table.q)
+    layout, own = table.p if to_p else table.q, operands.own
+    is_sent_now = others is not None and others.sent_with is layout
     product, precision = table.products[to_p], dot_precision(table)
     partials = torch.empty(product.numel, dtype=torch.float32, device=table.device)
     chunk_table = table.on_device.get(("chunks", to_p), table.device, lambda: product.chunks)
@@ -357,12 +362,13 @@ def _multiply(operands: Operands, factor: Tensor, out: Tensor, scale: float, to_
             partial_ptr=partials,
             chunks_ptr=chunk_table,
             out_ptr=out,
+            sent_ptr=own.sent if own is not None and own.layout is layout else None,
             n_sums=n_sums,
             scale=scale,
             limit=table.limit,
             CHUNK=SUM_NUMEL,
             STRIPS=SUM_STRIPS,
-            ALIGN=ALIGN_NUMEL,
+            ALIGN=layout.align,
             num_warps=4,
             **packing,
         )
@@ -386,6 +392,8 @@ def _norms_kernel(
     factors_ptr,  # packed, of any dtype
     rows_ptr,  # [5, rows] int64: `_rows`
     norms_ptr,  # [2, rows] fp32
+    sent_ptr,  # packed, fp32: `OwnFactor.sent`, from which its residual is subtracted; None: it has none
+    residual_ptr,  # likewise
     finite_ptr,  # [matrices] int32
     step_ptr,  # [1] int64: the number of the step, to advance; None: leave it
     n_rows,
@@ -413,6 +421,10 @@ def _norms_kernel(
             x = tl.abs(tl.load(row_ptr + offs, mask=offs < length, other=0).to(tl.float32))  # [BLOCK]
             largest = tl.maximum(largest, x)
             n_bad += tl.where(x < float("inf"), 0, 1)
+            if sent_ptr is not None:
+                residual = tl.load(residual_ptr + offset + offs, mask=offs < length)
+                mine = tl.load(sent_ptr + offset + offs, mask=offs < length)
+                tl.store(sent_ptr + offset + offs, mine - residual, mask=offs < length)
             start += BLOCK
         top = tl.max(largest, axis=0)
         divisor = tl.where(top > 0, top, 1.0)  # without it, squares would overflow or underflow
@@ -494,16 +506,36 @@ def _renew_kernel(
 
 
 @triton.jit
+def _difference(
+    received,  # a tile of a factor, fp32
+    own,  # address of the factor in ``OwnFactor.sent``, and the world size
+    first,  # int64
+    offs,  # int32, from there
+    mask,
+    SENT: tl.constexpr,
+    ALIGNED: tl.constexpr = False,
+):
+    """A tile of the received factor less this rank's own."""
+    sent, world_size = own
+    sent_ptr = sent.to(tl.pointer_type(SENT)) + first
+    if ALIGNED:
+        sent_ptr = tl.multiple_of(sent_ptr, 16)
+    return received - tl.load(sent_ptr + offs, mask=mask, other=0).to(tl.float32) * world_size
+
+
+@triton.jit
 def _reconstruct_strip(
     memory,  # addresses of source, target and error, [n, m]
     p_ptr,  # [r, n], of any dtype
     q,  # address of [r, m]
+    own,  # as in `_difference`; of ``PASS.own``
     row,
     begin,  # column
     end,
     sizes,  # rows, columns, rank
     finite,
     Q_DTYPE: tl.constexpr,
+    SENT: tl.constexpr,
     PASS: tl.constexpr,
     ALIGNED: tl.constexpr,
     COLUMNS: tl.constexpr,  # of a tile, or half of them
@@ -520,15 +552,22 @@ def _reconstruct_strip(
     offs = offs_n * stride + offs_m
     mask_n = offs_n < tl.minimum(rows - row, ROWS).to(tl.int32)
     p_columns = tl.tuple(())
+    own_columns = tl.tuple(())
     p = 0.0
+    own_p = 0.0
     # P is loaded once: it stays in registers while the strip runs along the columns of M.
     if PASS.width == 1:
         for r in tl.static_range(RANK):
-            p_r = tl.load(p_ptr + (r * rows + row) + offs_n, mask=mask_n & (r < rank), other=0)  # [ROWS, 1]
-            p_columns += (p_r.to(tl.float32),)
+            at_p, mask_p = r * rows + row, mask_n & (r < rank)
+            p_r = tl.load(p_ptr + at_p + offs_n, mask=mask_p, other=0).to(tl.float32)  # [ROWS, 1]
+            p_columns += (p_r,)
+            if PASS.own == "p":
+                own_columns += (_difference(p_r, own, at_p, offs_n, mask_p, SENT),)
     else:
-        p_ptrs = p_ptr + row + (offs_r.to(tl.int64) * rows)[None, :] + offs_n
-        p = tl.load(p_ptrs, mask=mask_n & (offs_r < rank)[None, :], other=0).to(tl.float32)  # [ROWS, RANK]
+        at_p, mask_p = row + (offs_r.to(tl.int64) * rows)[None, :], mask_n & (offs_r < rank)[None, :]
+        p = tl.load(p_ptr + at_p + offs_n, mask=mask_p, other=0).to(tl.float32)  # [ROWS, RANK]
+        if PASS.own == "p":
+            own_p = _difference(p, own, at_p, offs_n, mask_p, SENT)
     for start in range(begin, end, COLUMNS):
         n_columns = _as_aligned((columns - start).to(tl.int32), ALIGNED)
         mask_m = offs_m < n_columns
@@ -539,15 +578,20 @@ def _reconstruct_strip(
         if PASS.width == 1:
             out = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
             for r in tl.static_range(RANK):
-                q_column_ptr = q.to(tl.pointer_type(Q_DTYPE)) + (r * columns + start)
+                at_q, mask_q = r * columns + start, mask_m & (r < rank)
+                q_column_ptr = q.to(tl.pointer_type(Q_DTYPE)) + at_q
                 if ALIGNED:
                     q_column_ptr = tl.multiple_of(q_column_ptr, 16)
-                q_r = tl.load(q_column_ptr + offs_m, mask=mask_m & (r < rank), other=0)  # [1, COLUMNS]
-                out += p_columns[r] * q_r.to(tl.float32)
+                q_r = tl.load(q_column_ptr + offs_m, mask=mask_q, other=0).to(tl.float32)  # [1, COLUMNS]
+                out += p_columns[r] * q_r
+                if PASS.own == "p":
+                    m += own_columns[r] * q_r
+                if PASS.own == "q":
+                    m += p_columns[r] * _difference(q_r, own, at_q, offs_m, mask_q, SENT, ALIGNED)
         else:
-            q_ptrs = q.to(tl.pointer_type(Q_DTYPE)) + start + (offs_r.to(tl.int64) * columns)[:, None] + offs_m
-            q_tile = tl.load(q_ptrs, mask=(offs_r < rank)[:, None] & mask_m, other=0).to(tl.float32)  # [RANK, COLUMNS]
-            out = tl.dot(p, q_tile, input_precision="ieee")
+            at_q, mask_q = start + (offs_r.to(tl.int64) * columns)[:, None], (offs_r < rank)[:, None] & mask_m
+            q_tile = tl.load(q.to(tl.pointer_type(Q_DTYPE)) + at_q + offs_m, mask=mask_q, other=0).to(tl.float32)
+            out = tl.dot(p, q_tile, input_precision="ieee")  # q_tile: [RANK, COLUMNS]
         out = tl.where(finite, tl.minimum(tl.maximum(out, -PASS.limit), PASS.limit), float("nan")).to(PASS.source)
         target_ptr = target.to(tl.pointer_type(PASS.source)) + first
         error_ptr = error.to(tl.pointer_type(tl.float32)) + first
@@ -558,8 +602,19 @@ def _reconstruct_strip(
             # M may lie in the target. In unaligned rows, one thread loads an element of M and another overwrites it.
             # The result does not depend on M, so no data dependency orders load and store: hence the barrier.
             tl.debug_barrier()
-            tl.store(error_ptr + offs, m - out.to(tl.float32), mask=mask & finite)
+            m -= out.to(tl.float32)
         tl.store(target_ptr + offs, out, mask=mask)
+        # After the result, whose registers are free by now: q_tile is read again, from the cache.
+        if PASS.own is not None and PASS.width > 1:
+            at_q, mask_q = start + (offs_r.to(tl.int64) * columns)[:, None], (offs_r < rank)[:, None] & mask_m
+            q_tile = tl.load(q.to(tl.pointer_type(Q_DTYPE)) + at_q + offs_m, mask=mask_q, other=0).to(tl.float32)
+            if PASS.own == "p":
+                m = tl.dot(own_p, q_tile, m, input_precision="ieee")
+            else:
+                q_tile = _difference(q_tile, own, at_q, offs_m, mask_q, SENT)
+                m = tl.dot(p, q_tile, m, input_precision="ieee")
+        if PASS.has_error:
+            tl.store(error_ptr + offs, m, mask=mask & finite)
 
 
 @kernel
@@ -569,9 +624,11 @@ def _reconstruct_kernel(
     strips_ptr,  # [5, programs] int64: `Product.strips` of P
     p_ptr,  # packed P, of any dtype
     q_ptr,  # packed Q, of any dtype
+    sent_ptr,  # `OwnFactor.sent`, packed, of any dtype; None: no own factor
     finite_ptr,  # [matrices] int32
     n_matrices,
     n_programs,
+    world_size,
     PASS: tl.constexpr,
     n_rows=0,  # rows to renew; the rest as in `_renew_row`
     factors_ptr=None,
@@ -597,20 +654,34 @@ def _reconstruct_kernel(
         Q_DTYPE: tl.constexpr = q_ptr.dtype.element_ty
         COLUMNS: tl.constexpr = PASS.columns
         HALF: tl.constexpr = PASS.columns // 2
-        strip = (memory, p_ptr + p_offset, q, row, begin, end, sizes, finite)
+        own_offset = p_offset if PASS.own == "p" else q_offset
+        sent = q if sent_ptr is None else (sent_ptr + own_offset).to(tl.int64)
+        SENT: tl.constexpr = None if sent_ptr is None else sent_ptr.dtype.element_ty
+        own = (sent, world_size)
+        strip = (memory, p_ptr + p_offset, q, own, row, begin, end, sizes, finite)
         # The aligned branch moves 16 bytes at a time, the other one element.
         if (memory[0] | memory[1] | memory[2] | q | sizes[1] * 2) % 16 == 0:
-            _reconstruct_strip(*strip, Q_DTYPE, PASS, True, COLUMNS)
+            _reconstruct_strip(*strip, Q_DTYPE, SENT, PASS, True, COLUMNS)
         else:
             # Half a tile at a time, because an address and a mask for every element take registers. Processes may take
             # different branches and get the same bits: every element is a sum over r, in order, in both.
-            _reconstruct_strip(*strip, Q_DTYPE, PASS, False, HALF)
+            _reconstruct_strip(*strip, Q_DTYPE, SENT, PASS, False, HALF)
 
 
 def _launch_norms(
-    factors: Tensor, keys: Sequence[int], renewal: Renewal, finite: Tensor, *, advances: bool, others: dict[str, Any]
+    factors: Tensor,
+    keys: Sequence[int],
+    renewal: Renewal,
+    finite: Tensor,
+    *,
+    advances: bool,
+    others: dict[str, Any],
+    own: OwnFactor | None = None,
 ) -> dict[str, Any]:
-    """The norms of the rows to renew, in one launch. Returns the arguments of `_renew_row`, except the row."""
+    """The norms of the rows to renew, in one launch that subtracts the residual of ``own``, too.
+
+    Returns the arguments of `_renew_row`, except the row.
+    """
     layout, device = renewal.layout, renewal.following.device
     rows = layout.on_device.get(("rows", tuple(keys)), device, lambda: _rows(layout, keys))
     n_rows = rows.shape[1]
@@ -622,7 +693,10 @@ def _launch_norms(
         "n_rows": n_rows,
         "BLOCK": BLOCK_NUMEL,
     }
+    sent, residual = (None, None) if own is None or own.residual is None else (own.sent, own.residual)
     _norms_kernel[(n_rows + others["n_others"],)](
+        sent_ptr=sent,
+        residual_ptr=residual,
         step_ptr=renewal.step if advances else None,
         advance_to=-1 if renewal.advance_to is None else renewal.advance_to,
         num_warps=NUM_WARPS,
@@ -650,14 +724,20 @@ def reconstruct_triton(operands: Operands, p: Tensor, q: Tensor, finite: Tensor)
         row_arguments = {"finite_ptr": finite, "n_rows": 0}
         if renewal is not None:
             factors, unpacking = p if renewal.layout is table.p else q, _others(others, of_target=True)
-            row_arguments = _launch_norms(factors, table.keys, renewal, finite, advances=True, others=unpacking)
+            row_arguments = _launch_norms(
+                factors, table.keys, renewal, finite, advances=True, others=unpacking, own=operands.own
+            )
         elif others is not None:
             others.table.kernels.unflatten(others.wire, others.target, others.target_table, 1.0, None)
         width = 1 if is_elementwise else table.padded_rank
-        strip_arguments = _strips(operands, to_p=True, is_kept=operands.keep, limit=table.limit, width=width)
+        own = operands.own
+        side = None if own is None else "p" if own.layout is table.p else "q"
+        strip_arguments = _strips(operands, to_p=True, is_kept=operands.keep, limit=table.limit, width=width, own=side)
         _reconstruct_kernel[(strip_arguments["n_programs"] + row_arguments["n_rows"],)](
             p_ptr=p,
             q_ptr=q,
+            sent_ptr=None if own is None else own.sent,
+            world_size=1 if own is None else own.world_size,
             num_warps=4 if is_elementwise else 8,
             **strip_arguments,
             **row_arguments,

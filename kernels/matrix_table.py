@@ -24,7 +24,8 @@ from gradwire.kernels.layouts import compute_dtype, next_power_of_2
 from gradwire.kernels.segment_table import CPU_BLOCK_NUMEL, SegmentTable
 from gradwire.kernels.uploads import ProgramTables, Upload
 
-# Each factor begins at a multiple of this many elements: 64 bytes of fp32, which CPUs and GPUs read at once.
+# Each factor begins at a multiple of this many elements: 64 bytes of fp32, which CPUs and GPUs read at once. Quantized
+# factors begin at a multiple of their block size.
 ALIGN_NUMEL = 16
 # Padding of each row of the CPU paths' scratch, in elements: a row stride of a power of two halves the speed of BLAS.
 ROW_GAP_NUMEL = 16
@@ -71,13 +72,14 @@ class Matrix(NamedTuple):
 class FactorLayout:
     """The layout of the factors of one side of a bucket: every P, or every Q, packed in one flat buffer.
 
-    Each factor begins at a multiple of `ALIGN_NUMEL` elements. BLAS may round by the alignment of
+    Each factor begins at a multiple of ``align`` elements. BLAS may round by the alignment of
     its operands, so without this alignment the bits of a matrix's result would depend on the
     neighbors of the matrix in the bucket.
 
     Args:
         ranks: the rank of each matrix.
         lengths: the length of each column of its factor: n for P, m for Q.
+        align: a multiple of `ALIGN_NUMEL`.
 
     Attributes:
         sizes: the number of elements of each factor.
@@ -87,12 +89,13 @@ class FactorLayout:
         has_gaps: whether there are elements between the factors. On the wire, they are zeros.
     """
 
-    def __init__(self, ranks: Sequence[int], lengths: Sequence[int]) -> None:
+    def __init__(self, ranks: Sequence[int], lengths: Sequence[int], align: int = ALIGN_NUMEL) -> None:
+        self.align = align
         self.ranks = list(ranks)
         self.lengths = list(lengths)
         self.by_rank = [[i for i, each in enumerate(ranks) if each == rank] for rank in sorted(set(ranks))]
         self.sizes = [rank * length for rank, length in zip(ranks, lengths, strict=True)]
-        padded = [-(-size // ALIGN_NUMEL) * ALIGN_NUMEL for size in self.sizes]
+        padded = [-(-size // align) * align for size in self.sizes]
         self.offsets = [0, *accumulate(padded)][:-1]
         self.numel = sum(padded)
         self.has_gaps = padded != self.sizes
@@ -136,6 +139,7 @@ class MatrixTable:
         dtype: dtype of the gradients: fp32, fp16, bf16 or fp64.
         device: device of the gradients.
         precision: precision of M Q and M^T P on GPUs at ranks above 8: "tf32" where the GPU has it, or "fp32".
+        align: each factor begins at a multiple of this many elements.
 
     Attributes:
         compute: dtype of the arithmetic, of the error memory and of the factors off the wire: fp32, or fp64 for fp64
@@ -154,7 +158,12 @@ class MatrixTable:
     """
 
     def __init__(
-        self, matrices: Sequence[Matrix], dtype: torch.dtype, device: torch.device, precision: str = "tf32"
+        self,
+        matrices: Sequence[Matrix],
+        dtype: torch.dtype,
+        device: torch.device,
+        precision: str = "tf32",
+        align: int = ALIGN_NUMEL,
     ) -> None:
         if not matrices:
             raise ValueError("A matrix table needs at least one matrix; got an empty list.")
@@ -170,8 +179,8 @@ class MatrixTable:
         self.compute = compute_dtype(dtype)
         self.limit = torch.finfo(dtype).max
         ranks = [matrix.rank for matrix in matrices]
-        self.p = FactorLayout(ranks, [matrix.rows for matrix in matrices])
-        self.q = FactorLayout(ranks, [matrix.columns for matrix in matrices])
+        self.p = FactorLayout(ranks, [matrix.rows for matrix in matrices], align)
+        self.q = FactorLayout(ranks, [matrix.columns for matrix in matrices], align)
         self.largest_rank = max(ranks)
         self.padded_rank = next_power_of_2(self.largest_rank)
         self.tiling = ELEMENTWISE if self.padded_rank <= ELEMENTWISE_RANK else DOT
@@ -272,6 +281,19 @@ class Uncompressed(NamedTuple):
         return self.table if self.target is self.source else self.table.for_results
 
 
+class OwnFactor(NamedTuple):
+    """This rank's summand of the factors that the last exchange of a step sums up: P or Q, called F below.
+
+    F_own = world_size (sent - residual) is the factor of this rank's own M. Its mean over the ranks is the F that all
+    of them receive.
+    """
+
+    layout: FactorLayout
+    sent: Tensor  # packed, of any dtype: what the product writes on the wire. `reconstruct` subtracts the residual
+    residual: Tensor | None  # packed, fp32, like ``sent``: what quantization loses of it; None: nothing
+    world_size: int
+
+
 class Renewal(NamedTuple):
     """The factors, P or Q, that `reconstruct` renews for the next step."""
 
@@ -296,6 +318,8 @@ class Operands:
             and E again, as they must where the target is narrower than the arithmetic.
         uncompressed: other gradients of the bucket, which move in the same launches; None: there are none.
         renewal: the factors to renew for the next step; None: none.
+        own: what this rank adds to the last exchange; None: it is the only rank, or there is no error memory. With a
+            residual, ``renewal`` is that of the same factors.
     """
 
     table: MatrixTable
@@ -305,6 +329,7 @@ class Operands:
     keep: bool
     uncompressed: Uncompressed | None = None
     renewal: Renewal | None = None
+    own: OwnFactor | None = None
 
     @cached_property
     def addresses(self) -> list[int]:

@@ -95,7 +95,8 @@ def quantize_reference(
         scale: multiplies the gradients before anything else; 1 / n for a mean over n ranks.
         errors: the error memory, flat, `BlockTable.numel` elements of fp32 or bf16, 0 where blocks lack elements;
             None: no error feedback.
-        pending: error of this step, like ``errors``. Overwritten; `commit_errors` makes it permanent.
+        pending: error of this step, like ``errors``. Overwritten; `commit_errors` makes it permanent. It may be passed
+            without ``errors``.
         rounding: the random numbers; None: round to nearest even. An error memory in bf16 needs them.
         cleared: uint8, [pieces, cell_bytes]: the ``result`` of `reduce_quantized`. Its headers become 0.
     """
@@ -142,7 +143,8 @@ def reduce_quantized_reference(
         rank: this rank, from 0 to n - 1.
         errors: this rank's error memory of the second shot, flat, `MessageLayout.shard_numel` elements of fp32 or
             bf16; None: no error feedback.
-        pending: error of this step, like ``errors``. Overwritten, with 0 where cells have no blocks.
+        pending: error of this step, like ``errors``, and may be the same tensor. Overwritten, with 0 where cells have
+            no blocks.
         rounding: the random numbers; None: round to nearest even. An error memory in bf16 needs them.
     """
     table = section.table
@@ -150,19 +152,20 @@ def reduce_quantized_reference(
     room = section.blocks_per_cell * table.block_size
     totals = torch.empty(pieces * room, dtype=torch.float32, device=received.device)
     sum_quantized_reference(received, section, totals, rank)
+    errors, pending = (None if each is None else each.view(pieces, room) for each in (errors, pending))
     for piece in range(pieces):
         first, last = section.cell_blocks(piece * world_size + rank)
         numel = (last - first) * table.block_size
         if pending is not None:
-            pending[piece * room :][:room].zero_()
+            pending[piece, numel:].zero_()
         if numel == 0:
             continue
         total = totals[piece * room :][:numel].view(-1, table.block_size)
         if errors is not None:
-            total += errors[piece * room :][:numel].view_as(total).to(torch.float32)
+            total += errors[piece, :numel].view_as(total).to(torch.float32)
         blocks = table.blocks(first, last)
         total = torch.where(_is_present(blocks.counts, table), total, 0.0)
-        piece_pending = None if pending is None else pending[piece * room :][:numel]
+        piece_pending = None if pending is None else pending[piece, :numel]
         encoded = encode_with_errors(total, blocks, section.format, piece_pending, rounding)
         _store(result[piece : piece + 1], section, encoded)
         header = result[piece, :4].view(torch.int32)

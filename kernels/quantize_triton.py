@@ -59,6 +59,7 @@ def _quantize_tiles(
     step,
     SOURCE: tl.constexpr,
     ERROR: tl.constexpr,
+    HAS_ERRORS: tl.constexpr,
     FORMAT: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
@@ -78,7 +79,7 @@ def _quantize_tiles(
         if FULL:
             source_ptr = tl.multiple_of(source_ptr, 16)
         values = load_tile(source_ptr + offs, counts, FORMAT.planes, FULL).to(tl.float32) * multiplier
-        if ERROR is not None:
+        if HAS_ERRORS:
             values += load_errors(errors + first * ERROR_ITEM, mask, ERROR, BLOCK, FORMAT.planes, N, FULL)
         scale, encoded, decoded = encode_blocks(values, counts, FORMAT, FULL)
         scales, payload, slots = locate_blocks(first_block + first // BLOCK, N, FULL, *place)
@@ -94,10 +95,10 @@ def _quantize_tiles(
 @kernel
 def _quantize_kernel(
     table_ptr,  # [4 S + 2 C] int64: the packed table of `BlockTable.segments`
-    errors_ptr,  # [numel] fp32 or bf16; None: no error feedback
+    errors_ptr,  # [numel] fp32 or bf16; None: there are none
     step_ptr,  # [1] int64; None: the errors are not rounded
     message_ptr,  # [pieces, n, cell_bytes] uint8
-    pending_ptr,  # [numel], like errors
+    pending_ptr,  # [numel], like errors; None: no error feedback
     cleared_ptr,  # [n_pieces, cell_bytes] uint8: its headers become 0; None: there is none
     n_segments,
     n_chunks,
@@ -125,16 +126,17 @@ def _quantize_kernel(
     place = (message_ptr.to(tl.int64), blocks_per_cell, cell_units, scales_unit, payload_unit)
     numbers = (start, tl.full((), scale, tl.float32), key + error_salt, step)
     # Pointers are passed as integers: AMD's compiler loses the alignment of offsets from an argument below 2 GiB.
-    ERROR: tl.constexpr = None if errors_ptr is None else errors_ptr.dtype.element_ty
+    ERROR: tl.constexpr = None if pending_ptr is None else pending_ptr.dtype.element_ty
+    HAS_ERRORS: tl.constexpr = errors_ptr is not None
     errors = source if errors_ptr is None else (errors_ptr + first_block * BLOCK).to(tl.int64)
-    pending = source if errors_ptr is None else (pending_ptr + first_block * BLOCK).to(tl.int64)
+    pending = source if pending_ptr is None else (pending_ptr + first_block * BLOCK).to(tl.int64)
     tensors = (source, errors, pending, place, first_block.to(tl.int32))
     # A mask that depends on the table makes accesses scalar, so full aligned chunks have their own branch. Scalar
     # accesses take many registers, so the other branch works on smaller tiles.
     if (remaining == CHUNK) & (source % 16 == 0) & (blocks_per_cell >= TILE // BLOCK):
-        _quantize_tiles(*tensors, CHUNK, *numbers, SOURCE, ERROR, FORMAT, BLOCK, TILE, True)
+        _quantize_tiles(*tensors, CHUNK, *numbers, SOURCE, ERROR, HAS_ERRORS, FORMAT, BLOCK, TILE, True)
     else:
-        _quantize_tiles(*tensors, remaining, *numbers, SOURCE, ERROR, FORMAT, BLOCK, TAIL, False)
+        _quantize_tiles(*tensors, remaining, *numbers, SOURCE, ERROR, HAS_ERRORS, FORMAT, BLOCK, TAIL, False)
     if cleared_ptr is not None:  # noqa: SIM102 (decided when the kernel is compiled)
         if chunk == 0:
             headers_ptr = cleared_ptr.to(tl.pointer_type(tl.int32))

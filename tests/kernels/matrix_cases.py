@@ -1,13 +1,13 @@
 """Buckets of matrices that the property tests draw, in guarded memory, and the bounds that rounding sets."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import strategies as st
 
-from gradwire.kernels import Matrix, MatrixTable, Operands, lowrank_triton
+from gradwire.kernels import Matrix, MatrixTable, Operands, OwnFactor, Renewal, lowrank_triton
 from tests.kernels.calls import backproject, project, reconstruct
 from tests.kernels.cases import INTERPRETED
 from tests.kernels.exact import Guarded, assert_same_bits, round_to
@@ -102,6 +102,8 @@ class Bucket:
         keep: whether `project` leaves M in the target, where the dtype allows it.
         in_place: whether the target is the source.
         wire: wire dtype of the factors.
+        own: the factor, "p" or "q", of which this rank's own is remembered; None: it is the only rank.
+        has_residual: whether quantization lost some of it, if it is in the dtype of the arithmetic.
     """
 
     places: tuple[Place, ...]
@@ -112,6 +114,8 @@ class Bucket:
     wire: torch.dtype = torch.float32
     wire_offset: int = 0
     seed: int = 0
+    own: str | None = None
+    has_residual: bool = False
 
     def fill(self, dtype, device):
         return Filled(self, dtype, device)
@@ -128,6 +132,8 @@ def buckets(draw):
         wire=draw(st.sampled_from(FACTOR_WIRES)),
         wire_offset=draw(OFFSETS),
         seed=draw(st.integers(0, 2**20)),
+        own=draw(st.sampled_from((None, "p", "q"))),
+        has_residual=draw(st.booleans()),
     )
 
 
@@ -136,6 +142,7 @@ class Filled:
 
     Attributes:
         source, target, error: guarded; the target is the source, or NaN.
+        sent, residual: guarded, of `OwnFactor`; None without one.
         g, m: G and G + E in numpy, as they were at first.
         operands: operands of all of them.
     """
@@ -158,6 +165,13 @@ class Filled:
             self.target = [
                 Guarded.poisoned(p.rows * p.columns, dtype, offset=p.offset, device=device) for p in bucket.places
             ]
+        own = self.sent = self.residual = None
+        if bucket.own is not None and bucket.has_error:
+            side = getattr(self.table, bucket.own)
+            self.sent = self.empty_factor(side, bucket.wire)
+            if bucket.has_residual and bucket.wire == self.compute:  # as of quantized factors
+                self.residual = self.factor(side, self.compute)
+            own = OwnFactor(side, self.sent.window, None if self.residual is None else self.residual.window, 3)
         self.keep = bucket.keep and bucket.has_error and dtype == self.compute
         self.operands = Operands(
             self.table,
@@ -165,6 +179,7 @@ class Filled:
             self.matrices(self.target),
             None if self.error is None else self.matrices(self.error),
             self.keep,
+            own=own,
         )
         self.g = [numbers(g) for g in self.operands.source]
         self.e = [0 * g for g in self.g] if self.error is None else [numbers(e) for e in self.operands.error]
@@ -185,6 +200,10 @@ class Filled:
     def empty_factor(self, side, dtype):
         return Guarded.poisoned(side.numel, dtype, offset=self.bucket.wire_offset, device=self.device)
 
+    def step(self):
+        """The number of a step on the device."""
+        return torch.zeros(1, dtype=torch.int64, device=self.device)
+
     def flags(self, *values):
         """Guarded flags of the matrices, all 1 by default."""
         return Guarded(torch.tensor(values or [1] * len(self.table), dtype=torch.int32), device=self.device)
@@ -197,6 +216,16 @@ class Filled:
         for what in ("source", "target", "error"):
             for i, guarded in enumerate(getattr(self, what) or []):
                 guarded.assert_guards_untouched(f"{what} {i}")
+        if self.sent is not None:
+            self.sent.assert_guards_untouched("the own factor")
+        if self.residual is not None:
+            self.residual.assert_untouched("the residual of the own factor")
+
+    def assert_remembered(self, side, wire, before):
+        """`OwnFactor.sent` is a copy of the factors on the wire, if it is that side; else as it was before."""
+        if self.sent is not None:
+            expected = wire.window if self.operands.own.layout is side else before
+            assert_same_bits(self.sent.window, expected, "the own factor")
 
 
 def packed(side, parts, dtype):
@@ -261,6 +290,7 @@ def check_project(filled, scale, project=project):
     table = filled.table
     q = filled.factor(table.q, filled.compute)
     p = filled.empty_factor(table.p, filled.bucket.wire)
+    sent = filled.sent and filled.sent.window.clone()
 
     project(filled.operands, q.window, p.window, scale=scale)
 
@@ -277,6 +307,7 @@ def check_project(filled, scale, project=project):
             target.assert_untouched(f"target {i}")
     for i, (q_i, p_i) in enumerate(zip(table.q.views(q.window), table.p.views(p.window), strict=True)):
         check_product(numbers(q_i), filled.m[i].T, scale, p_i, filled.compute, f"P {i}", error_of_each(filled))
+    filled.assert_remembered(table.p, p, sent)
     return p
 
 
@@ -286,6 +317,7 @@ def check_backproject(filled, scale, backproject=backproject):
     p = filled.factor(table.p, filled.compute)
     q = filled.empty_factor(table.q, filled.bucket.wire)
     before = [tensor.clone() for tensor in filled.operands.target]
+    sent = filled.sent and filled.sent.window.clone()
 
     backproject(filled.operands, p.window, q.window, scale=scale)
 
@@ -298,6 +330,7 @@ def check_backproject(filled, scale, backproject=backproject):
         assert_same_bits(target, before[i], f"target {i}")
     for i, (p_i, q_i) in enumerate(zip(table.p.views(p.window), table.q.views(q.window), strict=True)):
         check_product(numbers(p_i), filled.m[i], scale, q_i, filled.compute, f"Q {i}", error_of_each(filled))
+    filled.assert_remembered(table.q, q, sent)
     return q
 
 
@@ -305,9 +338,14 @@ def check_reconstruct(filled, p_dtype, q_dtype, reconstruct=reconstruct):
     """`reconstruct`, after `project`, gives the oracle's result, and an error that conserves M."""
     table = filled.table
     p, q = filled.factor(table.p, p_dtype), filled.factor(table.q, q_dtype)
-    finite = filled.flags()
+    finite, operands, sent = filled.flags(), filled.operands, None
+    if (own := operands.own) is not None:
+        sent = [numbers(each) for each in own.layout.views(own.sent)]
+        received = p if own.layout is table.p else q
+        renewal = Renewal(own.layout, torch.empty_like(received.window, dtype=filled.compute), filled.step(), None)
+        operands = replace(operands, renewal=renewal)
 
-    reconstruct(filled.operands, p.window, q.window, finite.window)
+    reconstruct(operands, p.window, q.window, finite.window)
 
     p.assert_untouched("P")
     q.assert_untouched("Q")
@@ -317,8 +355,25 @@ def check_reconstruct(filled, p_dtype, q_dtype, reconstruct=reconstruct):
         # Factors wider than the arithmetic are rounded to it.
         left, right = (numbers(factor.to(filled.compute)) for factor in (p_i, q_i))
         check_product(left.T, right, 1.0, filled.operands.target[i], filled.compute, f"result {i}")
-        if filled.error is not None:
+        if sent is not None:
+            check_own_error(filled, i, left, right, sent[i])
+        elif filled.error is not None:
             check_conservation(filled, i)
+
+
+def check_own_error(filled, i, p, q, sent):
+    """E is what this rank's own factors, P_own^T Q_own, leave out of M, and what the result's dtype rounds off."""
+    own, out, error = filled.operands.own, numbers(filled.operands.target[i]), filled.operands.error[i]
+    residual = 0 if own.residual is None else numbers(own.layout.views(own.residual)[i])
+    is_p = filled.bucket.own == "p"
+    received = p if is_p else q
+    mine = own.world_size * (sent - residual)
+    size = own.world_size * (np.abs(sent) + np.abs(residual)) + np.abs(received)
+    lost = (mine - received).T @ q if is_p else p.T @ (mine - received)
+    size = size.T @ np.abs(q) if is_p else np.abs(p).T @ size
+    size += np.abs(filled.g[i]) + np.abs(filled.e[i]) + np.abs(out)
+    bound = rounding(len(p) + 7, filled.compute) * size
+    assert_within(numbers(error), filled.m[i] - out - lost, bound, f"error {i}")
 
 
 def check_conservation(filled, i):

@@ -6,7 +6,16 @@ from functools import cache
 import pytest
 import torch
 
-from gradwire.kernels import Matrix, MatrixTable, Operands, Renewal, SegmentTable, Uncompressed, bound_low_rank
+from gradwire.kernels import (
+    Matrix,
+    MatrixTable,
+    Operands,
+    OwnFactor,
+    Renewal,
+    SegmentTable,
+    Uncompressed,
+    bound_low_rank,
+)
 from gradwire.kernels.layouts import next_power_of_2
 from gradwire.kernels.orthogonalize_triton import longest_small
 from tests.kernels.ahead_of_time import (
@@ -28,7 +37,7 @@ from tests.kernels.cases import name
 LIMITS = {
     "project": {4: 96, 8: 168, 16: 142, 32: 144, 64: 168},
     "backproject": {4: 112, 8: 168, 16: 128, 32: 128, 64: 168},
-    "reconstruct": {4: 96, 8: 128, 16: 104, 32: 112, 64: 144},
+    "reconstruct": {4: 120, 8: 160, 16: 120, 32: 144, 64: 232},
     "sum_partials": dict.fromkeys((4, 8, 16, 32, 64), 80),
     "sum_and_pack": dict.fromkeys((4, 8, 16, 32, 64), 144),
     "gram_schmidt": dict.fromkeys((4, 8, 16, 32, 64), 128),
@@ -36,7 +45,7 @@ LIMITS = {
     "factorize": {4: 160, 8: 160, 16: 160, 32: 128, 64: 128},
     "apply_first": {4: 168, 8: 168, 16: 168, 32: 208, 64: 232},
     "apply_second": {4: 168, 8: 168, 16: 168, 32: 208, 64: 208},
-    "norms": dict.fromkeys((4, 8, 16, 32, 64), 56),
+    "norms": dict.fromkeys((4, 8, 16, 32, 64), 60),
     "renew": dict.fromkeys((4, 8, 16, 32, 64), 48),
 }
 # Of 64 KiB, which every target has.
@@ -68,7 +77,10 @@ def launches(gradient, wire, keep, error, rank, shortening=1, precision="tf32"):
         others = [torch.zeros(5000, dtype=gradient)]
         uncompressed = Uncompressed(SegmentTable(others), others, others, torch.zeros(5000, dtype=gradient), table.p)
         renewal = Renewal(table.q, q, number, 6)
-        operands = Operands(table, matrices, matrices, errors, keep, uncompressed, renewal)
+        # Quantized factors are in fp32 before and after, and only they leave a residual.
+        residual = torch.zeros(table.q.numel) if wire == FP32 else None
+        own = OwnFactor(table.q, torch.zeros(table.q.numel, dtype=wire), residual, 2) if error else None
+        operands = Operands(table, matrices, matrices, errors, keep, uncompressed, renewal, own)
         bound_low_rank(table).draw(table.q, table.keys, number, q)
         project(operands, q, p_wire, scale=0.5)
         orthogonalize(p_wire, table.p, basis, finite)
