@@ -36,6 +36,7 @@ from gradwire.sharded.torch_internals import on_root_init, parameter_groups
 AUTO = "auto"
 CHOICES = (AUTO, *(name for name in HOOKS if name not in ("none", "noop", "allreduce")))
 OBSERVED_STEPS = 10  # one step in as many is measured
+COMPARED_STEPS = 1000  # one step in as many is compared with the exact mean, which takes two uncompressed exchanges
 WARM_UP = 2 * OBSERVED_STEPS  # compressed steps before a comparison, in which the exchange is measured
 STRETCH = 10  # steps in a row with or without compression; the first is not timed
 BUILTIN = {
@@ -166,7 +167,7 @@ class DDPCompression(Compression):
             return
         is_compared = self._first < self._end
         if step == self.first_compressed or (is_compared and step == self._end):
-            self._state.observe(every=OBSERVED_STEPS, report=self._report)
+            self._state.observe(every=OBSERVED_STEPS, exact_every=COMPARED_STEPS, report=self._report)
         elif is_compared and step == self._first:
             self._state.stop_observing()  # it takes time in compressed steps only
         if is_compared and self._first <= step <= self._end:
@@ -214,7 +215,7 @@ class ShardedCompression(Compression):
         now = time.perf_counter()
         self.n_steps += 1
         if self.n_steps == self.first_compressed and self._state is not None:
-            self._state.observe(every=OBSERVED_STEPS, report=self._report)
+            self._state.observe(every=OBSERVED_STEPS, exact_every=COMPARED_STEPS, report=self._report)
         if self._began is not None and self.n_steps > self.first_compressed:
             self.step_seconds.append(now - self._began)
         self._began = now

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from gradwire.bench.record import format_bytes
 from gradwire.cli.run_compression import AUTO, OBSERVED_STEPS, STRETCH, Compression
+from gradwire.hooks.telemetry import LARGEST_DELAY
 
 MIN_PAIRS = 5  # of a stretch with and one without compression
 POWER = 1.96 + 0.84  # standard errors by which a difference must exceed 0 to be shown in four of five runs
@@ -66,11 +67,14 @@ def _exchange(compression: Compression) -> Iterator[str]:
     yield f"  sent in a step       {format_bytes(sent)} instead of {format_bytes(before)}{fewer}"
     parts = ", ".join(f"{name} {values[f'{name}_ms']:.3g} ms" for name in ("encode", "wire", "decode"))
     yield f"  of the exchange      {parts}; summed over the buckets, which overlap with each other and the backward"
-    if "residual_ratio" in values:
+    if "delayed_ratio" in values:
+        delay = compression.metrics["delayed_ratio"][-1]
+        advice = "as it should be" if delay <= LARGEST_DELAY else "above 1: use a higher rank or more bits"
+        yield f"  error / gradient     {delay:.3g} in the last comparison (norms of means over the ranks); {advice}"
+    elif "residual_ratio" in values:
         ratios = compression.metrics["residual_ratio"]
-        first, last = ratios[0], ratios[-1]
-        advice = "it should level off" if last < 1 else "above 1: compare the loss with that of a run without the hook"
-        yield f"  error / gradient     {first:.3g} at first, {last:.3g} at the end (norms); {advice}"
+        shown = f"{ratios[0]:.3g} at first, {ratios[-1]:.3g} at the end (norms on this rank)"
+        yield f"  error / gradient     {shown}; it should level off"
 
 
 def _speed(compression: Compression) -> str:

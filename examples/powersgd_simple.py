@@ -37,9 +37,10 @@ def powersgd_hook(state, bucket):
             state.errors[parameter] = torch.zeros_like(g)
             state.q[parameter] = torch.randn(g.shape[1], min(state.rank, *g.shape), generator=state.generator).to(g)
         m = g + state.errors[parameter]
-        p, q = compress_and_aggregate(m, state.q[parameter])
+        p, q, own_q = compress_and_aggregate(m, state.q[parameter])
         g.copy_(p @ q.T)  # decompress
-        state.errors[parameter] = m - g
+        # With the mean Q, as in the paper's code, the ranks' errors would drift apart: docs/powersgd.md.
+        state.errors[parameter] = m - p @ own_q.T
         state.q[parameter] = q  # warm start
     future = torch.futures.Future()
     future.set_result(bucket.buffer())
@@ -47,11 +48,11 @@ def powersgd_hook(state, bucket):
 
 
 def compress_and_aggregate(m, q):
-    """Algorithm 1: one step of power iteration, started from Q. Returns P and Q of the ranks' mean M."""
+    """Algorithm 1: one step of power iteration, started from Q. Returns P and Q of the ranks' mean M, and its own Q."""
     p = all_reduce_mean(m @ q)
     p = torch.linalg.qr(p).Q  # orthogonalize; equal on all ranks, as the mean is
-    q = all_reduce_mean(m.T @ p)
-    return p, q
+    own_q = m.T @ p
+    return p, all_reduce_mean(own_q.clone()), own_q
 
 
 def all_reduce_mean(tensor):

@@ -102,7 +102,8 @@ class HookSettings:
         Args:
             every: number of steps per measured step, at least 1.
             exact_every: number of steps per comparison with the exact mean; 0 for no comparisons. A comparison takes an
-                uncompressed all-reduce in fp32 and two flat copies of each bucket. Must be equal on all ranks.
+                uncompressed all-reduce in fp32 of each bucket and of its error memory, and flat copies of both. Must be
+                equal on all ranks.
             report: called with the `metrics` of each measured step, in the training thread; see `to_jsonl`,
                 `to_tensorboard` and `to_wandb`. Usually passed on one rank only. Its first exception is logged, with a
                 traceback; none ends the training.

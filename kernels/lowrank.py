@@ -114,27 +114,26 @@ def reconstruct_reference(operands: Operands, p: Tensor, q: Tensor, finite: Tens
     table = operands.table
     renew = bound_renew(table.device, table.compute)  # may use Triton even where the matrices cannot
     _renew_and_unflatten(operands, p, q, finite, renew)
-    own_p, own_q = _differences(operands, p.to(table.compute), q.to(table.compute))
+    p, q = p.to(table.compute), q.to(table.compute)
+    own_p, own_q = (p, q) if operands.own is None else _own_factors(operands.own, table, p, q)
     for i, (p_i, q_i) in enumerate(zip(table.p.views(p), table.q.views(q), strict=True)):
-        out = (p_i.to(table.compute).t() @ q_i.to(table.compute)).clamp(-table.limit, table.limit).to(table.dtype)
+        product = p_i.t() @ q_i
+        out = product.clamp(-table.limit, table.limit).to(table.dtype)
         out = torch.where(finite[i] > 0, out, torch.nan)
         if operands.error is not None:
             error = _compensated(operands, i) - out.to(table.compute)
             if operands.own is not None:
-                error -= table.p.views(own_p)[i].t() @ table.q.views(own_q)[i]
+                error -= table.p.views(own_p)[i].t() @ table.q.views(own_q)[i] - product
             operands.error[i].copy_(torch.where(finite[i] > 0, error, operands.error[i]))
         operands.target[i].copy_(out)
 
 
-def _differences(operands: Operands, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    """P and Q, packed, of which the own factor is replaced by its difference from the received one."""
-    own = operands.own
-    if own is None:
-        return p, q
+def _own_factors(own: OwnFactor, table: MatrixTable, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """P and Q, packed, one of them replaced by this rank's own."""
     if own.residual is not None:
         own.sent.sub_(own.residual)
     mine = own.sent.to(p.dtype) * own.world_size
-    return (mine - p, q) if own.layout is operands.table.p else (p, mine - q)
+    return (mine, q) if own.layout is table.p else (p, mine)
 
 
 def _prepare_wire(operands: Operands, layout: FactorLayout, factors: Tensor, scale: float) -> None:
@@ -250,28 +249,28 @@ def reconstruct_cpu(operands: Operands, p: Tensor, q: Tensor, finite: Tensor) ->
     _renew_and_unflatten(operands, p, q, finite, renew_cpu)
     ps = table.p.cached_views(p) if p.dtype == compute else table.p.views(p.to(compute))
     qs = table.q.cached_views(q) if q.dtype == compute else table.q.views(q.to(compute))
-    flags, ranks = finite.tolist(), table.p.ranks
-    if operands.own is not None:  # the differences next to the factors: [2 r, n] and [2 r, m]
-        differences = _differences(operands, p.to(compute), q.to(compute))
-        own_p, own_q = (side.views(each) for side, each in zip((table.p, table.q), differences, strict=True))
-        ps, qs = ([torch.cat(pair) for pair in zip(*sides, strict=True)] for sides in ((ps, own_p), (qs, own_q)))
+    flags, ranks, own, is_narrow = finite.tolist(), table.p.ranks, operands.own, table.dtype != compute
+    if own is not None:  # this rank's factors below the received ones: [2 r, n] and [2 r, m]
+        mine = _own_factors(own, table, p.to(compute), q.to(compute))
+        own_ps, own_qs = table.p.views(mine[0]), table.q.views(mine[1])
+        ps, qs = ([torch.cat(pair) for pair in zip(*sides, strict=True)] for sides in ((ps, own_ps), (qs, own_qs)))
     for i, source, target, *error, columns in _blocks(table, ps, operands.source, operands.target, operands.error):
         if not flags[i]:  # on some rank: E stays as it was, on all ranks
             target.fill_(torch.nan)
             continue
         r, scratch = ranks[i], table.scratch[i][: len(target)]
+        for e in error:  # M, before the result overwrites G, or M
+            e.copy_(target) if operands.keep else e.add_(source)
+            if own is not None:
+                e.sub_(torch.mm(columns[r:].t(), qs[i][r:], out=scratch))
         product = torch.mm(columns[:r].t(), qs[i][:r], out=scratch)
-        if table.dtype != compute:
+        if own is not None and is_narrow:  # what the result is cut off and rounded by stays in E
+            error[0].add_(product)
+        if is_narrow:
             product.clamp_(-table.limit, table.limit)
-        if operands.keep:  # the target still holds M: E first, then the result
-            torch.sub(target, product, out=error[0])
-            target.copy_(product)
-        elif error:  # G + E, minus the result as it was rounded by the store
-            error[0].add_(source).sub_(target.copy_(product))
-        else:
-            target.copy_(product)
-        if operands.own is not None:
-            error[0].sub_(torch.mm(columns[r:].t(), qs[i][r:], out=scratch))
+        target.copy_(product)
+        if error and (own is None or is_narrow):
+            error[0].sub_(target)
 
 
 def renew_cpu(

@@ -118,6 +118,19 @@ def test_law1_gradients_of_many_steps_equal_results_and_remaining_errors(worlds,
         assert ((gradient - result - error).abs() <= bound * NEARLY_ONE).all()
 
 
+@pytest.mark.parametrize("variant", ["plain", "alternating", "int8_factors", "bf16_factors", "batched"])
+@on_ranks(2)
+def test_errors_of_ranks_with_different_gradients_stay_bounded(variant):
+    """With the mean's factors instead of its own, a rank's errors would add up its differences from the mean."""
+    generator = torch.Generator().manual_seed(0)
+    values = [[[torch.randn(24, 16, generator=generator)] for _ in range(2)] for _ in range(START + 150)]
+    arguments = CONSERVING[variant]
+    options = {"matrix_approximation_rank": 3} | arguments.get("options", {})
+    steps = run_steps(values, remember=True, **arguments | {"options": options})
+    norms = [step.errors["weights.0"].norm().item() for step in steps[START:]]
+    assert max(norms[100:]) <= 1.2 * max(norms[20:50])  # a random walk would be at sqrt(3) times the norm
+
+
 # --- law 3: no compression, no change
 
 

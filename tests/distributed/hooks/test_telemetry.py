@@ -149,6 +149,31 @@ def test_metrics_of_powersgd_follow_the_formulas():
         assert metrics["cosine"] < 0.999
     metrics, applied, _ = seen[-1]
     assert metrics["residual_ratio"] == pytest.approx(residual / float(applied.norm()), rel=1e-4)
+    (error,) = state.memory.residuals()
+    dist.all_reduce(error)
+    ratio = float(error.double().norm() / dist.get_world_size() / seen[-1][2].norm())
+    assert metrics["delayed_ratio"] == pytest.approx(ratio, rel=1e-4)
+
+
+@pytest.mark.parametrize("wire", ["int4", "int2"])
+@on_ranks(2, 3)
+def test_delayed_ratio_of_quantization_counts_both_shots_of_all_ranks(wire):
+    state = QuantizationState(None, wire)
+    *_, (metrics, _, exact) = one_matrix(state, quantization_hook, steps=4)
+    total = state.state_dict()["errors"]["weight"].double()  # the sum over the ranks
+    assert metrics["delayed_ratio"] == pytest.approx(float(total.norm() / exact.norm()), rel=1e-3)
+
+
+@on_ranks(2)
+def test_gradients_that_mostly_arrive_late_are_logged_once_by_the_first_rank():
+    with logged("gradwire.hooks.telemetry") as records:
+        state = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=1)
+        one_matrix(state, powerSGD_hook, steps=12)
+    assert len(records) == (dist.get_rank() == 0)
+    for record in records:
+        message = record.getMessage()
+        assert message.startswith("powerSGD_hook: in step ")
+        assert "Raise the rank" in message
 
 
 def second_step(hook, gradients_of_ranks):
