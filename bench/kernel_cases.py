@@ -305,10 +305,11 @@ def lowrank_case(shapes: Sequence[Shape], device: torch.device, rank: int) -> Ke
     qs, q_outs = (table.q.views(buffer) for buffer in (q, q_out))
     finite = torch.ones(len(table), dtype=torch.int32, device=device)
     bound = kernels.bound_low_rank(table)
+    own = kernels.OwnFactor(table.q, torch.empty_like(q), None, RANKS)
 
     # The factors of a step come from the wire; here they stay the same, and products go elsewhere.
     def passes() -> None:
-        operands = kernels.Operands(table, gradients, targets, errors, keep=True)
+        operands = kernels.Operands(table, gradients, targets, errors, keep=True, own=own)
         bound.project(operands, q, p_out, 1 / RANKS)
         bound.backproject(operands, p, q_out, 1 / RANKS)
         bound.reconstruct(operands, p, q, finite)
@@ -321,9 +322,9 @@ def lowrank_case(shapes: Sequence[Shape], device: torch.device, rank: int) -> Ke
             torch.mm(q, m.t(), out=p_out).div_(RANKS)
         for m, p, q_out in zip(ms, ps, q_outs, strict=True):
             torch.mm(p, m, out=q_out).div_(RANKS)
-        for m, error, target, p, q in zip(ms, errors, targets, ps, qs, strict=True):
+        for m, error, target, p, q, own_q in zip(ms, errors, targets, ps, qs, q_outs, strict=True):
             torch.mm(p.t(), q, out=target)
-            torch.sub(m, target, out=error)
+            torch.addmm(m, p.t(), own_q, alpha=-RANKS, out=error)
 
     def check() -> None:
         """After one call, whose errors were zero: M = G."""
@@ -340,7 +341,8 @@ def lowrank_case(shapes: Sequence[Shape], device: torch.device, rank: int) -> Ke
                 cut_off = rounding * float((left.abs() @ right.abs()).max()) / RANKS
                 bound = 1e-5 * float(1 + expected.abs().max()) + cut_off
                 torch.testing.assert_close(actual.double(), expected, rtol=0, atol=bound)
-            for actual, expected in ((targets[k], result), (errors[k], m - result)):
+            left_out = m - RANKS * p.double().t() @ q_made.double()
+            for actual, expected in ((targets[k], result), (errors[k], left_out)):
                 bound = 1e-5 * float(1 + expected.abs().max())
                 torch.testing.assert_close(actual.double(), expected, rtol=0, atol=bound)
 

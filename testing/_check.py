@@ -32,12 +32,15 @@ LAWS: Mapping[str, str] = {
     "checkpoints resume": "A checkpoint is equal on all ranks, keyed by parameter name, loads with weights_only=True, "
     "is the whole state, and resumes on another number of ranks without loss.",
     "deterministic": "The same run gives the same bits.",
+    "errors stay bounded": "With new gradients of one kind in every step, what was not applied yet after 60 compressed "
+    f"steps is at most {_laws.MOST_GROWTH} times as large as after 20.",
     "sums fit": "Equal constant gradients on up to 1,024 ranks are applied as that constant: no sum of messages leaves "
     "the range of its dtype.",
 }
 """The laws that `check_laws` checks: names for its argument ``skip``, and what they say."""
 CONSTANT = Case(tuple(Parameter(shape, values="constant", exponent=-1) for shape in ((16, 6), (5,))))
 MANY = replace(CONSTANT, parameters=tuple(replace(each, exponent=2) for each in CONSTANT.parameters))
+LONG = Case((Parameter((16, 12)), Parameter((5,))))
 MANY_RANKS = (128, 1000, 1024)
 RUNS_TO_SHRINK = 40  # runs for finding a smaller failing case
 
@@ -89,7 +92,8 @@ def check_laws(
     - **Plain first steps.** Before the step ``start_iter``, an attribute of the state or an option of a `HookState`,
       results are bitwise equal to the plain all-reduce.
     - **Error feedback.** If ``state.state_dict()`` has an entry "errors", a dictionary by parameter name, it is the
-      part of the mean gradients that was not applied yet, summed over the ranks: exact but for rounding.
+      part of the mean gradients that was not applied yet, summed over the ranks: exact but for rounding. In steps with
+      gradients of one kind, it stops to grow.
     - **Gradients that are not finite.** The gradient scaler of every rank must skip the step. So if an element is NaN
       or inf on one rank, the result is not finite in that parameter, on every rank; the parameter's error memory stays
       bitwise the same, and all of it finite; and the next step's results are finite. Finite gradients never give NaN.
@@ -145,6 +149,8 @@ def check_laws(
         check.search(check.poisoned, poisoned_cases(size), max_examples)
         if check.has_checkpoints and "checkpoints resume" not in skip:
             check.search(functools.partial(check.checkpoint, other), cases(is_moderate=True), max_examples)
+        if check.has_checkpoints and "errors stay bounded" not in skip:
+            check.search(check.long_run, st.just(LONG), 1)
     if hook is not None and "sums fit" not in skip:
         check.search(check.sums, st.just(MANY), 1)
 
@@ -231,6 +237,9 @@ class _Check:
                 if text := _laws.wrong_mean(case, [result]):
                     text = f"on {ranks} ranks, in step {step}, {text}"
                     self._judge(case, [("sums fit", text)], ranks)
+
+    def long_run(self, case: Case) -> None:
+        self._judge(case, _laws.after_long_run(self._run(_laws.train_long, case, start=self._start)[0]))
 
     def training(self, case: Case) -> None:
         self._judge(

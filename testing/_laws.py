@@ -16,6 +16,8 @@ from gradwire.testing._cases import GRADWIRE, PYTORCH, WRAPPERS, Case, Training
 NamedGradients = list[dict[str, Tensor]]  # by step, then by parameter name
 Violation = tuple[str, str]  # a law, and the difference
 RESUMED_STEPS = 2
+LONG_STEPS = (20, 60)  # compressed steps before each measurement of the error memory
+MOST_GROWTH = 4  # of the error memory between them: it triples if a part of the gradient is never applied
 
 
 # On the ranks.
@@ -100,6 +102,17 @@ def resume_new_and_used(
     return results
 
 
+def train_long(case: Case, start: int, make_state: Callable[[], Any], hook: Any) -> list[dict[str, Tensor]]:
+    """The error memory after each of `LONG_STEPS`."""
+    state, done, errors = make_state(), 0, []
+    training = Training(case, case.wrapper, dist.get_rank(), state, hook)
+    for steps in LONG_STEPS:
+        training.run(range(done, start + steps))
+        done = start + steps
+        errors.append(errors_in(state))
+    return errors
+
+
 def errors_in(state: Any) -> dict[str, Tensor]:
     """The error memory in a state's checkpoint, by parameter name; all parts of a composite state together."""
     return errors_of(state.state_dict()) if hasattr(state, "state_dict") else {}
@@ -181,6 +194,14 @@ def lost(
         if (largest := missing.abs().max().item()) > bound:
             return f"{name}: up to {largest:.3g} is missing; rounding explains {bound:.3g}"
     return None
+
+
+def after_long_run(errors: Sequence[Mapping[str, Tensor]]) -> Iterator[Violation]:
+    early, late = errors
+    for name in late:
+        before, after = early[name].double().norm().item(), late[name].double().norm().item()
+        if not after <= MOST_GROWTH * before:
+            yield "errors stay bounded", f"the norm of the error memory of {name} grew from {before:.3g} to {after:.3g}"
 
 
 def after_training(case: Case, start: int, results: Sequence[dict[str, Trained]]) -> Iterator[Violation]:

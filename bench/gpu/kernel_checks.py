@@ -159,14 +159,19 @@ def lowrank(dtype: torch.dtype, rank: int, offset: int, precision: str, device: 
     finite = torch.ones(len(table), dtype=torch.int32, device=device)
     finite[1] = 0
     kept = [False, True] if dtype == compute else [False]
-    for has_error, keep in [(False, False), *((True, keep) for keep in kept)]:
+    cases = [(False, False, None), *((True, keep, own) for keep in kept for own in (None, table.p, table.q))]
+    for has_error, keep, own_side in cases:
         what = f"with{'' if has_error else 'out'} error memory{', M kept' if keep else ''}"
+        what += "" if own_side is None else f", own {'P' if own_side is table.p else 'Q'}"
+        own: kernels.OwnFactor | None = None
         runs: list[tuple[Tensor, Tensor, list[Tensor], list[Tensor] | None, Tensor]] = []
         for _ in range(2):
             target = matrices(dtype) if offset else [g.clone() for g in gradients]
             source = gradients if offset else target
             error = [e.clone() for e in errors] if has_error else None
-            operands = kernels.Operands(table, source, target, error, keep)
+            if own_side is not None:
+                own = kernels.OwnFactor(own_side, _empty((own_side.numel,), wire_dtype, device, 0), None, 2)
+            operands = kernels.Operands(table, source, target, error, keep, own=own)
             p, q = _empty((table.p.numel,), wire_dtype, device, 0), _empty((table.q.numel,), wire_dtype, device, 0)
             passes.project(operands, q_in, p, scale)
             passes.backproject(operands, p_in, q, scale)
@@ -176,6 +181,8 @@ def lowrank(dtype: torch.dtype, rank: int, offset: int, precision: str, device: 
         (p, q, target, error, q_sent), again = runs
         for first, second in ((p, again[0]), (q, again[1]), *zip(target, again[2], strict=True)):
             same(first, second, f"{what}, run twice")
+        if own is not None:
+            same(own.sent, p if own.layout is table.p else q, f"own factor, {what}")
         views = [side.views(buffer) for side, buffer in ((table.p, p), (table.q, q))]
         inputs = [side.views(b.double()) for side, b in ((table.p, p_in), (table.q, q_in), (table.q, q_sent))]
         for i in range(len(table)):
@@ -199,7 +206,13 @@ def lowrank(dtype: torch.dtype, rank: int, offset: int, precision: str, device: 
             within(target[i], expected, bound, f"reconstruct, {what}, matrix {i}")
             if error is not None:
                 left = m - target[i].double()
-                within(error[i], left, rounded + _unit(compute) * left.abs() * 2, f"error, {what}, matrix {i}")
+                bound = rounded + _unit(compute) * left.abs() * 2
+                if own is not None:
+                    mine = 2 * own.layout.views(own.sent.double())[i]
+                    difference = (mine - p_i, sent) if own.layout is table.p else (p_i, mine - sent)
+                    left = left - difference[0].t() @ difference[1]
+                    bound = 4 * (bound + _product_bound(difference[0].t(), difference[1], compute))
+                within(error[i], left, bound, f"error, {what}, matrix {i}")
 
 
 def lowrank_at_any_address(rank: int, device: torch.device) -> None:

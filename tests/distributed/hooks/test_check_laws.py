@@ -61,7 +61,7 @@ async def toy_all_reduce(step, errors, defect):
             raise ValueError("nothing to send")
         share = gradient.to(error.dtype) / (world_size - 1 if defect == "wrong divisor" else world_size)
         total = share + error
-        sent = total.bfloat16().to(total.dtype)
+        sent = (total + 2 * error if defect == "error that doubles" else total).bfloat16().to(total.dtype)
         mean = sent.clone(memory_format=torch.contiguous_format)
         await step.transport.all_reduce(mean)
         if defect == "bits of a rank":
@@ -161,6 +161,7 @@ TOYS = {
     "checkpoint by bucket index": "checkpoints resume",
     "checkpoint with an object": "checkpoints resume",
     "checkpoint of own errors": "checkpoints resume",
+    "error that doubles": "errors stay bounded",
 }
 DEFECTS = {defect: (partial(ToyState, defect=defect), toy_hook, law) for defect, law in TOYS.items()} | {
     "errors kept by bucket index": (UndeclaredState, undeclared_hook, "checkpoints resume"),
