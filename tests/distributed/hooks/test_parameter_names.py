@@ -190,12 +190,14 @@ def test_error_of_unused_parameter_is_kept_in_compiled_model():
         step(ddp)
     layers, error = module.layers, state.memory.tensors("errors")["layers.1.weight"]
     before = error.clone()
+    dist.all_reduce(before)
     module.layers = layers[:1]
     module._modules["rest"] = layers[1]
     step(ddp)
     assert module.rest.weight.grad is None
     assert before.any()
-    torch.testing.assert_close(error, before, rtol=0, atol=4 * 2.0**-24 * before.abs().max().item())
+    dist.all_reduce(error)  # a rank takes back the mean of what the ranks have sent
+    torch.testing.assert_close(error, before, rtol=0, atol=16 * 2.0**-24 * before.abs().max().item())
 
 
 # --- where names are not known
