@@ -20,6 +20,7 @@ from gradwire.hooks._bucket import GradBucket
 from gradwire.hooks._decorators import CommHook
 from gradwire.hooks.hook_state import HookState
 from gradwire.hooks.quantization_hooks import QuantizationState
+from gradwire.kernels import WIRE_FORMATS, WireFormat
 from gradwire.planner.clock import synchronize
 from gradwire.planner.hook_registry import FIRST_COMPRESSED, HOOKS, HookEntry, Make, Registration
 
@@ -126,7 +127,7 @@ class Implementation:
         result, new = self._gradients(), error_memory(self.state)
         buckets, self._buckets = self._buckets, None
         entry, complaint = HOOKS[self.hook], None
-        wire = entry.pytorch.wire or entry.wire if self.name == PYTORCH else entry.wire
+        wire = entry.pytorch.wire or entry.wire if self.name == PYTORCH else entry.wire or stateless_format(self.state)
         if self.one_bucket and len(buckets) > 1:
             complaint = f"the model is {len(buckets)} buckets, not one"
         elif self.hook == "noop":
@@ -228,17 +229,31 @@ def plainly_named(hook: CommHook) -> CommHook:
     return lambda state, bucket: hook(state, bucket)
 
 
-def complaint_about_mean(local: Sequence[Tensor], result: Sequence[Tensor], wire: torch.dtype) -> str | None:
+def stateless_format(state: object) -> WireFormat | None:
+    """The wire format of a quantized hook without error feedback; None for other hooks."""
+    if isinstance(state, QuantizationState) and not state.options.keeps_errors:
+        return WIRE_FORMATS[state.options.wire]
+    return None
+
+
+def complaint_about_mean(
+    local: Sequence[Tensor], result: Sequence[Tensor], wire: torch.dtype | WireFormat
+) -> str | None:
     """Compare ``result`` with the mean of ``local`` over all ranks, sent as ``wire``; a complaint, or None.
 
-    A rank's gradient is rounded once on its way to the wire, at most once more for each other rank that is added, and
+    A rank's gradient is rounded once on its way to a dtype, at most once more for each other rank that is added, and
     once in a division: n + 1 relative errors of half a unit in the last place, of magnitudes whose mean is at most the
     mean of |g|, and as many errors of half the smallest subnormal. One more covers their products and fp32's own.
+
+    In integers, each of two shots is off by a step of the scale at most: 1 / levels of the largest element.
     """
     n = dist.get_world_size()
-    info = torch.finfo(wire)
     for parameter, (gradient, reduced) in enumerate(zip(local, result, strict=True)):
-        bound = (n + 2) * (info.eps / 2 * _mean(gradient.abs()) + info.smallest_normal * info.eps)
+        if isinstance(wire, WireFormat):
+            bound = 2.1 / wire.levels * _mean(gradient.abs().amax())  # scales are rounded up by 2^-7
+        else:
+            info = torch.finfo(wire)
+            bound = (n + 2) * (info.eps / 2 * _mean(gradient.abs()) + info.smallest_normal * info.eps)
         if not bool(((reduced.double() - _mean(gradient)).abs() <= bound).all()):
             return f"gradient {parameter} is not the mean over the ranks"
         if not is_equal_everywhere(reduced):

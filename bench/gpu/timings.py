@@ -34,6 +34,7 @@ from gradwire.bench.implementations import (
     make_batch,
     needs_one_bucket,
     prepare,
+    stateless_format,
 )
 from gradwire.bench.kernel_bytes import (
     copy_bytes,
@@ -164,8 +165,8 @@ class HookStep:
         local, old = [gradient.clone() for gradient in self.gradients.values()], self._errors()
         self()
         result, new = list(self.gradients.values()), self._errors()
-        if wire is not None:
-            complaint = complaint_about_mean(local, result, wire)
+        if (sent := wire or stateless_format(self.state)) is not None:
+            complaint = complaint_about_mean(local, result, sent)
         else:
             is_quantized = isinstance(self.state, QuantizationState)
             complaint = complaint_about_feedback(local, old, result, new, is_quantized)
