@@ -166,9 +166,9 @@ def verdict(records: Sequence[Record]) -> str:
 def _notes(records: Sequence[Record]) -> list[str]:
     facts = records[0].provenance
     settings = facts["settings"]
-    has_feedback = any(HOOKS[record["hook"]].error_feedback for record in records)
+    has_narrow = any(HOOKS[record["hook"]].below_16_bits for record in records)
     steps = settings["plain_steps"]
-    plain = f"; hooks with error feedback send the first {steps} steps uncompressed" if has_feedback else ""
+    plain = f"; hooks of fewer than 16 bits send the first {steps} steps uncompressed" if has_narrow else ""
     if settings["rate"] != LOOPBACK.name:
         link = f"{format_link(settings['rate'], settings)} between hosts, which are network namespaces of this machine"
     else:

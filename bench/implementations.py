@@ -19,7 +19,9 @@ from gradwire.comm.torch_internals import default_group
 from gradwire.hooks._bucket import GradBucket
 from gradwire.hooks._decorators import CommHook
 from gradwire.hooks.hook_state import HookState
+from gradwire.hooks.powerSGD_hook import PowerSGDState
 from gradwire.hooks.quantization_hooks import QuantizationState
+from gradwire.kernels import WIRE_FORMATS, WireFormat
 from gradwire.planner.clock import synchronize
 from gradwire.planner.hook_registry import FIRST_COMPRESSED, HOOKS, HookEntry, Make, Registration
 
@@ -126,7 +128,7 @@ class Implementation:
         result, new = self._gradients(), error_memory(self.state)
         buckets, self._buckets = self._buckets, None
         entry, complaint = HOOKS[self.hook], None
-        wire = entry.pytorch.wire or entry.wire if self.name == PYTORCH else entry.wire
+        wire = entry.pytorch.wire or entry.wire if self.name == PYTORCH else entry.wire or stateless_format(self.state)
         if self.one_bucket and len(buckets) > 1:
             complaint = f"the model is {len(buckets)} buckets, not one"
         elif self.hook == "noop":
@@ -136,8 +138,7 @@ class Implementation:
             complaint = complaint_about_mean(local, result, wire)
         else:
             errors = [self._by_parameter(memory, buckets) for memory in (old, new)]
-            is_quantized = isinstance(self.state, QuantizationState)
-            complaint = complaint_about_feedback(local, errors[0], result, errors[1], is_quantized)
+            complaint = complaint_about_feedback(local, errors[0], result, errors[1], self.state)
         if complaint is not None:
             buckets_used = ", one bucket" if self.one_bucket else ""
             raise RuntimeError(f"{self.hook}, {self.name}{buckets_used}: {complaint}; nothing is timed.")
@@ -228,17 +229,31 @@ def plainly_named(hook: CommHook) -> CommHook:
     return lambda state, bucket: hook(state, bucket)
 
 
-def complaint_about_mean(local: Sequence[Tensor], result: Sequence[Tensor], wire: torch.dtype) -> str | None:
+def stateless_format(state: object) -> WireFormat | None:
+    """The wire format of a quantized hook without error feedback; None for other hooks."""
+    if isinstance(state, QuantizationState) and not state.options.keeps_errors:
+        return WIRE_FORMATS[state.options.wire]
+    return None
+
+
+def complaint_about_mean(
+    local: Sequence[Tensor], result: Sequence[Tensor], wire: torch.dtype | WireFormat
+) -> str | None:
     """Compare ``result`` with the mean of ``local`` over all ranks, sent as ``wire``; a complaint, or None.
 
-    A rank's gradient is rounded once on its way to the wire, at most once more for each other rank that is added, and
+    A rank's gradient is rounded once on its way to a dtype, at most once more for each other rank that is added, and
     once in a division: n + 1 relative errors of half a unit in the last place, of magnitudes whose mean is at most the
     mean of |g|, and as many errors of half the smallest subnormal. One more covers their products and fp32's own.
+
+    In integers, each of two shots is off by a step of the scale at most: 1 / levels of the largest element.
     """
     n = dist.get_world_size()
-    info = torch.finfo(wire)
     for parameter, (gradient, reduced) in enumerate(zip(local, result, strict=True)):
-        bound = (n + 2) * (info.eps / 2 * _mean(gradient.abs()) + info.smallest_normal * info.eps)
+        if isinstance(wire, WireFormat):
+            bound = 2.1 / wire.levels * _mean(gradient.abs().amax())  # scales are rounded up by 2^-7
+        else:
+            info = torch.finfo(wire)
+            bound = (n + 2) * (info.eps / 2 * _mean(gradient.abs()) + info.smallest_normal * info.eps)
         if not bool(((reduced.double() - _mean(gradient)).abs() <= bound).all()):
             return f"gradient {parameter} is not the mean over the ranks"
         if not is_equal_everywhere(reduced):
@@ -251,14 +266,15 @@ def complaint_about_feedback(
     old: Sequence[Tensor],
     result: Sequence[Tensor],
     new: Sequence[Tensor],
-    is_quantized: bool = False,
+    state: object = None,
 ) -> str | None:
     """Check the step of a hook with error feedback; a complaint, or None. A collective call.
 
     - Nothing is lost: gradient + old error == result + new error in the mean over the ranks; uncompressed gradients
       have no error on any rank. M = g + e and e' = M - result are rounded once each, to half a unit of |M| and |e'|,
       sums over n ranks n - 1 times. A quantized all-reduce has two errors per element, which may cancel each other, so
-      its bound is relative to the largest element of the gradient; and it adds once more.
+      its bound is relative to the largest element of the gradient; and it adds once more. PowerSGD's error is of the
+      rank's own factors, whose sum is rounded in their dtype; times unit columns, to the norm of a row or column of M.
     - The result is a projection or a rounding of the mean of M, so it is closer to it than zero is.
     """
     unit = torch.finfo(torch.float32).eps
@@ -268,8 +284,14 @@ def complaint_about_feedback(
         mean = _mean(compensated)
         lost = (mean - (reduced + _mean(after))).abs()
         bound = dist.get_world_size() * unit * _mean(compensated.abs() + after.abs())
-        if is_quantized:
+        if isinstance(state, QuantizationState):
             bound = bound.max() * (1 + 1 / dist.get_world_size())
+        if isinstance(state, PowerSGDState) and compensated.dim() > 1:
+            squares = compensated.flatten(1).square()
+            norms = (squares.sum(0).sqrt() + squares.sum(1, keepdim=True).sqrt()).view_as(compensated)
+            dtype = torch.bfloat16 if tensors[0].dtype.itemsize == 2 else torch.float32
+            of_factors = torch.finfo(state.options.factor_dtype or dtype).eps
+            bound += dist.get_world_size() * (of_factors + 4 * unit) * _mean(norms)
         if not bool((lost <= bound).all()):
             return f"part of gradient {parameter} is lost: gradient + old error != result + new error"
         if not bool((mean - reduced).norm() < mean.norm()):

@@ -36,7 +36,6 @@ TRAINED_HOOKS = COMPARABLE | {
     NO_FEEDBACK: HookEntry(
         description="factors of rank 4, without error feedback",
         make=lambda group, start: (PowerSGDState(group, 4, start, use_error_feedback=False), powerSGD_hook),
-        error_feedback=False,
         pytorch=PyTorchHook(
             make=lambda group, start: (
                 torch_powersgd.PowerSGDState(group, 4, start, use_error_feedback=False),

@@ -222,14 +222,14 @@ class ShardedCompression(Compression):
 
 
 def _within(hook: str) -> ReduceScatterOptions:
-    """The wire format of a hook for FSDP2's reduce-scatter, below 8 bits with error feedback."""
+    """The wire format of a hook for FSDP2's reduce-scatter, below 6 bits with error feedback."""
     entry = WITHIN.get(hook)
     if entry is None:
         raise ValueError(
             f"--hook {hook} averages between replicas, and this model is sharded by fully_shard over a 1-D mesh, which "
             f"has none. Choose one of {', '.join(WITHIN)}, or shard over a 2-D mesh (replicate, shard)."
         )
-    return ReduceScatterOptions(wire=entry, use_error_feedback=WIRE_FORMATS[entry].bits < 8)
+    return ReduceScatterOptions(wire=entry, use_error_feedback=WIRE_FORMATS[entry].bits < 6)
 
 
 def _registration(hook: str, group: dist.ProcessGroup | None, start: int) -> Registration:

@@ -21,6 +21,8 @@ from gradwire.kernels import MAX_BLOCK_SIZE, MIN_BLOCK_SIZE, WIRE_FORMATS, WireF
 
 Value = TypeVar("Value")
 DEFAULT_EXEMPT = ("*.bias", "*norm*")
+# Wire formats without error feedback by default: their rounding errors are small.
+STATELESS = ("int8", "int6")
 
 
 class MatrixShape(NamedTuple):
@@ -159,7 +161,9 @@ class WirePolicy:
         exempt: name patterns, as in `fnmatch`.
         wires: other formats, by name pattern.
         block_size, seed: as in `Quantization`.
-        use_error_feedback, error_dtype: whether to keep the rounding errors, and their dtype.
+        use_error_feedback: whether to keep the rounding errors. None: unless the format of the fewest bits, of ``wire``
+            and ``wires``, is int8 or int6.
+        error_dtype: dtype of the rounding errors.
 
     Raises:
         ValueError: an attribute is of another type or out of range.
@@ -169,7 +173,7 @@ class WirePolicy:
     exempt: tuple[str, ...] = DEFAULT_EXEMPT
     wires: Mapping[str, str] = field(default_factory=dict)
     block_size: int = 64
-    use_error_feedback: bool = True
+    use_error_feedback: bool | None = None
     error_dtype: torch.dtype = torch.float32
     seed: int = 0
 
@@ -183,14 +187,22 @@ class WirePolicy:
             _check_format(f"wires[{pattern!r}]", wire)
         object.__setattr__(self, "wires", dict(self.wires))
         check_block_size("block_size", self.block_size)
-        check_flag("use_error_feedback", self.use_error_feedback)
+        if self.use_error_feedback is not None:
+            check_flag("use_error_feedback", self.use_error_feedback)
         if self.error_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"error_dtype is {self.error_dtype}; expected torch.float32 or torch.bfloat16.")
         check_whole_number("seed", self.seed, "a whole number")
 
+    @property
+    def keeps_errors(self) -> bool:
+        """``use_error_feedback``, or its default for these wire formats."""
+        if self.use_error_feedback is not None:
+            return self.use_error_feedback
+        return min((self.wire, *self.wires.values()), key=lambda name: WIRE_FORMATS[name].bits) not in STATELESS
+
     def quantization(self, local_size: int = 1) -> Quantization:
         """The arithmetic of blocks, with ``local_size`` ranks on each node."""
-        error_dtype = self.error_dtype if self.use_error_feedback else None
+        error_dtype = self.error_dtype if self.keeps_errors else None
         return Quantization(block_size=self.block_size, error_dtype=error_dtype, seed=self.seed, local_size=local_size)
 
     def wire_format(self, name: str, layout: Tensor) -> WireFormat:

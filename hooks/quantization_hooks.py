@@ -1,8 +1,9 @@
 """Quantized all-reduce, with the names of ``torch.distributed.algorithms.ddp_comm_hooks.quantization_hooks``, and more.
 
-`quantization_hook` is gradwire's own: 1.25 to 16 bits per element, with error feedback. The two hooks with PyTorch's
-names send 8 bits per element, without error feedback. PyTorch's hooks send every rank's whole bucket to every other
-rank. gradwire's send as many bytes as a ring all-reduce of the quantized bucket, with a scale per block of elements.
+`quantization_hook` is gradwire's own: 1.25 to 16 bits per element, with or without error feedback. The two hooks with
+PyTorch's names send 8 bits per element, without error feedback. PyTorch's hooks send every rank's whole bucket to every
+other rank. gradwire's send as many bytes as a ring all-reduce of the quantized bucket, with a scale per block of
+elements.
 """
 
 from collections.abc import Mapping, Sequence
@@ -81,13 +82,16 @@ class QuantizationState(HookState):
     Args:
         process_group: the ranks to average over; None for the model's.
         wire: wire format of the gradients, one of the table in docs/quantization.md. Start with "int4":
-            7.5 times fewer bytes than fp32. "int8" affects accuracy least. Formats of fewer bits than
-            int4 take more steps. "bf16" and "fp16" halve the bytes and sum in fp32.
+            7.5 times fewer bytes than fp32. "int8" affects accuracy least. "int8" and "int6" are stateless: by
+            default, they have no error feedback. Formats of fewer bits than int4 take more steps. "bf16" and "fp16"
+            halve the bytes and sum in fp32.
         block_size: elements that share a scale, a power of two from 32 to 1024. Smaller blocks are
             more accurate but send more scales of 2 bytes each: 64 adds 0.25 bits per element. 256 is
             enough for int8.
         use_error_feedback: whether to add the rounding error to the next gradient. Keep it on below
-            8 bits. The residuals take 1 + 1 / world size values of ``error_dtype`` per element.
+            6 bits. The residuals take 1 + 1 / world size values of ``error_dtype`` per element. None: True,
+            unless the format of the fewest bits, of ``wire`` and ``wires``, is int8 or int6. If ``options`` are
+            replaced, None follows the new formats.
         start_iter: steps of plain all-reduce before the first quantized step. The default suffices
             for most models.
         exempt: `fnmatch` patterns of parameters to send in 16 bits, or in a ``wire`` of 16 or 32; by default
@@ -128,7 +132,7 @@ class QuantizationState(HookState):
         wire: str = "int4",
         *,
         block_size: int = 64,
-        use_error_feedback: bool = True,
+        use_error_feedback: bool | None = None,
         start_iter: int = 2,
         exempt: Sequence[str] = DEFAULT_EXEMPT,
         wires: Mapping[str, str] | None = None,
@@ -171,7 +175,7 @@ class QuantizationState(HookState):
 
     def _keeps(self, entry: str) -> bool:
         """Every parameter has errors, unless error feedback is off."""
-        return self.options.use_error_feedback
+        return self.options.keeps_errors
 
 
 PER_TENSOR_BLOCK_SIZE = 1024  # the largest: PyTorch's hook has one scale for the whole bucket
@@ -215,7 +219,7 @@ def quantization_pertensor_hook(
     """All-reduce the mean of the gradients in 8 bits, with one scale per 1024 elements, without error feedback.
 
     A replacement for PyTorch's hook of this name, which has one scale and one zero point per bucket.
-    New code should use `quantization_hook`, which has error feedback.
+    New code should use `quantization_hook`, which is more accurate and has more formats.
 
     Args:
         process_group: the ranks to average over; None for the model's.

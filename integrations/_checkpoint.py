@@ -44,7 +44,7 @@ def restore_state(state: object, saved: Mapping[str, Any] | None, source: object
 
 def has_memory(state: object, within: object) -> bool:
     """Whether a hook's state or the reduce-scatter of an FSDP2 model keeps memory that a checkpoint must hold."""
-    return isinstance(state, Stateful) or (isinstance(within, ReduceScatterOptions) and within.use_error_feedback)
+    return isinstance(state, Stateful) or (isinstance(within, ReduceScatterOptions) and within.keeps_errors)
 
 
 def check_shards(attachment: Attachment) -> None:

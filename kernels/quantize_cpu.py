@@ -3,7 +3,8 @@
 A byte is packed by float arithmetic, the sum of q_t 2^(t bits), a small integer, and converted once; the offset of the
 codes is added to the byte. Unpacking moves each plane to the top of its byte, eight bytes at a time, where the
 conversion from int8 extends its sign; the factor 2^(8 - bits) is divided out with the scale. All products are exact, so
-fused multiply-adds, which vectorized loops contain and others do not, change nothing.
+fused multiply-adds, which vectorized loops contain and others do not, change nothing. Words of several bytes go through
+int32; fp32 holds their sums, below 2^24.
 
 Other cases call the reference, run by run: fp8, an error memory in bf16, signs of partial blocks,
 and elements that are not finite or too large for their scale.
@@ -223,11 +224,17 @@ def _encode_odd(work: Work, values: Tensor, scales: Tensor, payload: Tensor, pen
 
 def _pack(wire: WireFormat, numbers: Tensor, payload: Tensor) -> None:
     """Pack integers, or halves of odd ones, rounded down. ``numbers``, [n, block_size] fp32, are modified."""
-    width, offset = payload.shape[1], wire.offset
+    width, offset = payload.shape[1] // wire.word_bytes, wire.offset
     packed = numbers[:, :width]
     for plane in range(1, wire.planes):
         packed.add_(numbers[:, plane * width : (plane + 1) * width], alpha=1 << plane * wire.bits)
         offset += wire.offset << plane * wire.bits
+    if wire.word_bytes > 1:
+        words = packed.to(torch.int32).add_(offset)
+        for part in payload.split(width, 1):
+            part.copy_(words)  # the lowest byte
+            words >>= 8
+        return
     payload.view(torch.int8).copy_(packed)
     if offset:
         payload.add_(offset)
@@ -281,6 +288,15 @@ def _decode_codes(work: Work, scales: Tensor, payload: Tensor, out: Tensor) -> N
     scale = work.scales[:n].copy_(scales.unsqueeze(1))
     if wire.planes == 1:
         out.copy_(payload.view(torch.int8)).mul_(scale)
+        return
+    if wire.word_bytes > 1:
+        width //= wire.word_bytes
+        word, *higher_bytes = payload.to(torch.int32).split(width, 1)
+        for i, byte in enumerate(higher_bytes, 1):
+            word += byte << 8 * i
+        for i in range(wire.planes):
+            out[:, i * width : (i + 1) * width].copy_(word >> i * wire.bits & (1 << wire.bits) - 1)
+        out.sub_(wire.offset).mul_(scale)
         return
     codes = payload.view(torch.int64)
     plane = work.codes.view(torch.int8).view(-1)[: n * width].view(n, width)

@@ -30,8 +30,10 @@ its gain 0.88 (docs/log/quantization.md).
 For the scale of signs, |x| is rounded to a multiple of absmax / 2^14, and each x^2 is the square of a multiple of
 absmax / 2^7. Sums of these integers are exact in fp32, so they do not depend on the order of the additions.
 
-The codes of a block are packed in planes: with k = 8 / bits, byte i holds the elements i + t * block_size / k at the
-bits t * bits, for t = 0 .. k - 1. Both ends of the exchange then work on contiguous elements.
+The codes of a block are packed in words of k codes, which fill whole bytes: 4 codes of int6 in 3 bytes, else 8 / bits
+codes in a byte. Word i holds the elements i + t * block_size / k at the bits t * bits, for t = 0 .. k - 1. The elements
+of one t are a plane. The payload has the lowest bytes of all words, then the next bytes, and so on. So both ends of the
+exchange work on contiguous elements and bytes.
 
 Stochastic rounding of y to an integer is floor(y) + (u < y - floor(y)), where u is uniform in [0, 1). Numbers on the
 grid stay as they are; the expectation is y plus at most 2^-24.
@@ -41,7 +43,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from math import floor, frexp, ldexp
+from math import floor, frexp, gcd, ldexp
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -116,8 +118,13 @@ class WireFormat:
 
     @cached_property
     def planes(self) -> int:
-        """Number of elements in a byte, each of another plane; 1 for formats of 8 bits or more."""
-        return max(8 // self.bits, 1)
+        """Number of elements in a word, each of another plane; 1 for formats of 8 bits or more."""
+        return 8 // gcd(8, self.bits)
+
+    @cached_property
+    def word_bytes(self) -> int:
+        """Bytes of a word of codes."""
+        return self.planes * self.bits // 8
 
     @cached_property
     def scale_bytes(self) -> int:
@@ -195,7 +202,7 @@ class Integers(WireFormat):
     """Integers from -levels to levels - 1."""
 
     kind = "integers"
-    packed_bits = (2, 4, 8)
+    packed_bits = (2, 4, 6, 8)
 
     def _check(self) -> None:
         half = 1 << self.bits - 1
@@ -316,6 +323,7 @@ class Floats(WireFormat):
 _FORMATS: tuple[WireFormat, ...] = (
     Integers("int8", 8, levels=128),
     Float8("fp8_e4m3", 8, levels=448),
+    Integers("int6", 6, levels=32),
     Integers("int4", 4, levels=8),
     OddIntegers("int2", 2, levels=3),
     Signs("sign", 1, levels=1),
@@ -374,17 +382,25 @@ def encode_with_errors(
 
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Pack the codes of blocks, [n, block_size], in planes: [n, block_size * bits / 8] in uint8."""
-    planes = 8 // bits
+    planes = 8 // gcd(8, bits)
     # Plane t is shifted by t * bits; planes share no bits, so their sum is their union.
     parts = codes.to(torch.int32).view(codes.shape[0], planes, codes.shape[1] // planes)
-    shifts = torch.arange(0, 8, bits, dtype=torch.int32, device=codes.device).view(1, planes, 1)
-    return (parts << shifts).sum(1).to(torch.uint8)
+    words = (parts << _shifts(planes, bits, codes.device)).sum(1, keepdim=True)
+    return (words >> _shifts(planes * bits // 8, 8, codes.device)).to(torch.uint8).flatten(1)
 
 
 def unpack(payload: Tensor, bits: int) -> Tensor:
     """The codes that `pack` packed, in int32."""
-    shifts = torch.arange(0, 8, bits, dtype=torch.int32, device=payload.device).view(1, -1, 1)
-    return ((payload.to(torch.int32).unsqueeze(1) >> shifts) & ((1 << bits) - 1)).flatten(1)
+    planes = 8 // gcd(8, bits)
+    n_bytes = planes * bits // 8
+    parts = payload.to(torch.int32).view(payload.shape[0], n_bytes, payload.shape[1] // n_bytes)
+    words = (parts << _shifts(n_bytes, 8, payload.device)).sum(1, keepdim=True, dtype=torch.int32)
+    return ((words >> _shifts(planes, bits, payload.device)) & ((1 << bits) - 1)).flatten(1)
+
+
+def _shifts(count: int, bits: int, device: torch.device) -> Tensor:
+    """0, bits, 2 bits, ..., for parts of words: [1, count, 1]."""
+    return torch.arange(0, count * bits, bits, dtype=torch.int32, device=device).view(1, count, 1)
 
 
 def round_to_bf16(x: Tensor, draws: Tensor) -> Tensor:

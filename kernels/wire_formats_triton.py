@@ -189,7 +189,7 @@ def _block_scales(
 
 @triton.jit
 def _pack(codes, FORMAT: tl.constexpr, STRIDE: tl.constexpr = 1):
-    """`wire_formats.pack`: every STRIDE-th plane of [N, BLOCK] to [N, bytes], in int32."""
+    """`wire_formats.pack`: every STRIDE-th plane of [N, BLOCK] to words, [N, WIDTH], in int32."""
     packed = codes
     if STRIDE < FORMAT.planes:
         even, odd = tl.split(tl.reshape(codes, (codes.shape[0], codes.shape[1] // 2, 2)))
@@ -198,12 +198,12 @@ def _pack(codes, FORMAT: tl.constexpr, STRIDE: tl.constexpr = 1):
 
 
 @triton.jit
-def _unpack(payload, FORMAT: tl.constexpr, STRIDE: tl.constexpr = 1):
-    """`wire_formats.unpack`: every STRIDE-th plane of [N, bytes], in int32."""
-    codes = payload & ((1 << FORMAT.bits) - 1)
+def _unpack(words, FORMAT: tl.constexpr, STRIDE: tl.constexpr = 1):
+    """`wire_formats.unpack`: every STRIDE-th plane of words, [N, WIDTH], in int32."""
+    codes = words & ((1 << FORMAT.bits) - 1)
     if STRIDE < FORMAT.planes:
-        even = _unpack(payload, FORMAT, 2 * STRIDE)
-        odd = _unpack(payload >> (STRIDE * FORMAT.bits), FORMAT, 2 * STRIDE)
+        even = _unpack(words, FORMAT, 2 * STRIDE)
+        odd = _unpack(words >> (STRIDE * FORMAT.bits), FORMAT, 2 * STRIDE)
         codes = tl.reshape(tl.join(even, odd), (even.shape[0], 2 * even.shape[1]))
     return codes
 
@@ -215,7 +215,10 @@ def encode_blocks(
     FORMAT: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Encode blocks: scales, [N] (0 without scales), payload, [N, elements], and what they decode to, [N, BLOCK]."""
+    """Encode blocks: scales, [N] (0 without scales), payload, [N, WIDTH], and what they decode to, [N, BLOCK].
+
+    The payload is in words of codes, in int32, or in the format's dtype without scales.
+    """
     if not FORMAT.is_scaled:
         scale = tl.zeros((values.shape[0],), tl.float32)
         payload = _to_float(values, FORMAT)
@@ -246,7 +249,7 @@ def encode_blocks(
                 tl.static_assert(FORMAT.kind == "e4m3fn")
                 codes = _to_e4m3(scaled)
                 q = _from_e4m3(codes)
-        payload = _pack(codes, FORMAT).to(tl.uint8)
+        payload = _pack(codes, FORMAT)
         decoded = q * scale[:, None]
     return scale, payload, decoded
 
@@ -275,7 +278,7 @@ def locate_blocks(
 
 @triton.jit
 def _payload_ptrs(payload, slots, FORMAT: tl.constexpr, BLOCK: tl.constexpr):
-    """Pointers to the payload of each block, [N, elements], from the address of the first one in its cell."""
+    """Pointers to the lowest bytes, or the elements, of each block, [N, WIDTH], from the first address in its cell."""
     SIZE: tl.constexpr = BLOCK * FORMAT.bits // 8
     HALF: tl.constexpr = tl.bfloat16 if FORMAT.element == "bfloat16" else tl.float16
     FLOAT: tl.constexpr = tl.float32 if FORMAT.element == "float32" else HALF
@@ -300,7 +303,13 @@ def load_blocks(
     if not FORMAT.is_scaled:
         values = encoded.to(tl.float32)
     else:
-        codes = _unpack(encoded.to(tl.int32), FORMAT)
+        words = encoded.to(tl.int32)
+        N_BYTES: tl.constexpr = FORMAT.word_bytes
+        for i in tl.static_range(1, N_BYTES):
+            byte_ptrs = payload_ptrs + i * (BLOCK // FORMAT.planes)
+            byte = tl.load(byte_ptrs) if FULL else tl.load(byte_ptrs, mask=mask[:, None], other=0)
+            words |= byte.to(tl.int32) << (8 * i)
+        codes = _unpack(words, FORMAT)
         if FORMAT.kind == "odd integers" or FORMAT.kind == "signs":
             q = (2 * codes - FORMAT.levels).to(tl.float32)
         elif FORMAT.kind == "integers":
@@ -321,15 +330,20 @@ def store_blocks(
     slots,  # [N]: the place of the block in its cell
     mask,  # [N]
     scale,  # [N] fp32
-    encoded,  # [N, elements]: the payload
+    encoded,  # [N, WIDTH]: the payload
     FORMAT: tl.constexpr,
     BLOCK: tl.constexpr,
     FULL: tl.constexpr,
 ):
     """Store what `encode_blocks` returned into a message."""
     payload_ptrs = _payload_ptrs(payload, slots, FORMAT, BLOCK)
-    tl.store(payload_ptrs, encoded, mask=None if FULL else mask[:, None])
-    if FORMAT.is_scaled:
+    if not FORMAT.is_scaled:
+        tl.store(payload_ptrs, encoded, mask=None if FULL else mask[:, None])
+    else:
+        N_BYTES: tl.constexpr = FORMAT.word_bytes
+        for i in tl.static_range(N_BYTES):
+            byte = (encoded >> (8 * i)).to(tl.uint8)
+            tl.store(payload_ptrs + i * (BLOCK // FORMAT.planes), byte, mask=None if FULL else mask[:, None])
         # One NaN for all devices: those of arithmetic differ in their bits.
         bits = tl.where(scale == scale, scale.to(tl.int32, bitcast=True) >> 16, 0x7FC0).to(tl.int16)
         scale_ptrs = (scales + slots.to(tl.int64) * 2).to(tl.pointer_type(tl.int16))

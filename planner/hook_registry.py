@@ -51,8 +51,7 @@ class HookEntry:
     make: Make
     code: str = ""  # the lines of a program that register the hook on ``model``; empty to register no hook
     wire: torch.dtype | None = None  # the wire dtype of hooks that only cast
-    # whether the hook has error memory, and sends the first steps uncompressed
-    error_feedback: bool = False
+    below_16_bits: bool = False  # whether it sends fewer than 16 bits per element, and the first steps uncompressed
     by_bucket: bool = False  # whether the payload depends on the bucket as a whole, and not on its gradients
     pytorch: PyTorchHook  # PyTorch's hook, or the closest that it has, for comparison in the benchmarks
 
@@ -106,7 +105,7 @@ def _low_rank(
         make=lambda group, start: (PowerSGDState(group, rank, start, **options), hook),
         code="# Compresses from the third step on. Raise start_powerSGD_iter to the warm-up of your learning rate.\n"
         + _code(hook, f"PowerSGDState(None, matrix_approximation_rank={rank}, start_powerSGD_iter=2{arguments})"),
-        error_feedback=True,
+        below_16_bits=True,
         by_bucket=hook is batched_powerSGD_hook,
         pytorch=PyTorchHook(make=make_pytorchs, is_same=is_same, one_bucket=True, requires="numpy"),
     )
@@ -124,7 +123,7 @@ def _quantized(wire: str) -> HookEntry:
         description=f"gradients in {bits} bits per element, with a scale per 64 elements",
         make=lambda group, start: (QuantizationState(group, wire, start_iter=start), quantization_hook),
         code=_code(quantization_hook, f"QuantizationState(None, {wire!r})".replace("'", '"')),
-        error_feedback=True,
+        below_16_bits=True,
         pytorch=PyTorchHook(
             make=lambda group, start: (group, torch_default_hooks.fp16_compress_hook),
             is_same=False,
@@ -200,9 +199,9 @@ MARK_NOTE = (
 def is_aggressive(hook: str) -> bool:
     """Whether a hook took more than `TOLERATED_STEPS` to the target, or was not trained.
 
-    Hooks without error memory are never aggressive: they only round gradients to 16 bits.
+    Hooks that only round gradients to 16 bits are never aggressive.
     """
-    return HOOKS[hook].error_feedback and STEPS_TO_TARGET.get(hook, math.inf) > TOLERATED_STEPS
+    return HOOKS[hook].below_16_bits and STEPS_TO_TARGET.get(hook, math.inf) > TOLERATED_STEPS
 
 
 def accuracy_of(hook: str) -> str:

@@ -272,7 +272,7 @@ def _attach_to_shards(
     for group in scattered:
         group.replace_reduce_scatter(QuantizedReduceScatter(group, options, exchange))
     errors = str(options.error_dtype).removeprefix("torch.")
-    feedback = f", and error feedback in {errors}" if options.use_error_feedback else ""
+    feedback = f", and error feedback in {errors}" if options.keeps_errors else ""
     return f"{len(scattered)} parameter groups are reduce-scattered in {options.wire}, with sums in fp32{feedback}"
 
 

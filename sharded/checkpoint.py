@@ -37,7 +37,7 @@ def save(
         for entry in entries if memory else ():
             if entry not in memory or memory[entry].shape is None:
                 del saved[entry]
-            else:
+            elif saved[entry] or state._keeps(entry):
                 saved[entry] = _as_shards(saved[entry], groups)
     if reduce_scatters:
         within = {name: error for each in reduce_scatters for name, error in each.saved_errors().items()}

@@ -28,7 +28,7 @@ class ReduceScatterOptions(WirePolicy):
         wire, block_size, exempt, wires, seed: as in `QuantizationState`.
         use_error_feedback: whether to add the rounding error to the next gradient. The errors take one value of
             ``error_dtype`` per element of the *unsharded* model on every rank: with bf16 and n shards, n / 2 times the
-            memory of a shard of fp32 parameters.
+            memory of a shard of fp32 parameters. None: as in `QuantizationState`.
         error_dtype: torch.bfloat16, which is rounded stochastically, without bias, or torch.float32.
 
     Raises:
@@ -57,7 +57,7 @@ class QuantizedReduceScatter:
         self.native = group.reduce_scatter
         self.allocate = self.native.allocate  # FSDP2 calls it for the tensors of a reduce-scatter
         self._group, self._options, self._exchange = group, options, exchange
-        self.has_errors = options.use_error_feedback  # kept from step to step
+        self.has_errors = options.keeps_errors  # kept from step to step
         self._shards: dist.ProcessGroup | None = None  # the ranks of the latest call
         self._scale = 1.0  # of the latest call
         # By size and dtype of the flat tensor, and parameter names; without names: of any parameters.
@@ -117,7 +117,7 @@ class QuantizedReduceScatter:
     def _bucket(self, gradients: Tensor, transport: Transport) -> ScatterBucket:
         """The bucket of a flat tensor: one part per parameter, or a single one if they are not known or needed."""
         options, n = self._options, transport.world_size
-        by_name = options.use_error_feedback or bool(options.wires) or WIRE_FORMATS[options.wire].is_scaled
+        by_name = self.has_errors or bool(options.wires) or WIRE_FORMATS[options.wire].is_scaled
         sizes = self._group.flat_order() if by_name else {}
         if sizes and n * sum(map(torch.Size.numel, sizes.values())) != gradients.numel():
             sizes = {}

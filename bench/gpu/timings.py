@@ -34,6 +34,7 @@ from gradwire.bench.implementations import (
     make_batch,
     needs_one_bucket,
     prepare,
+    stateless_format,
 )
 from gradwire.bench.kernel_bytes import (
     copy_bytes,
@@ -51,7 +52,7 @@ from gradwire.bench.timing import Timing, driver_calls, in_turn, timed, timed_re
 from gradwire.comm.torch_internals import default_group
 from gradwire.hooks._plans import WARM_UP_STEPS
 from gradwire.hooks.powerSGD_hook import powerSGD_hook
-from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
+from gradwire.hooks.quantization_hooks import quantization_hook
 from gradwire.planner.hook_registry import FIRST_COMPRESSED, HOOKS, Registration
 from gradwire.reducer.bucket import BucketSpec, DenseBucket
 
@@ -164,11 +165,10 @@ class HookStep:
         local, old = [gradient.clone() for gradient in self.gradients.values()], self._errors()
         self()
         result, new = list(self.gradients.values()), self._errors()
-        if wire is not None:
-            complaint = complaint_about_mean(local, result, wire)
+        if (sent := wire or stateless_format(self.state)) is not None:
+            complaint = complaint_about_mean(local, result, sent)
         else:
-            is_quantized = isinstance(self.state, QuantizationState)
-            complaint = complaint_about_feedback(local, old, result, new, is_quantized)
+            complaint = complaint_about_feedback(local, old, result, new, self.state)
         require(complaint is None, f"{complaint}; nothing is timed.")
 
     def _errors(self) -> list[Tensor]:

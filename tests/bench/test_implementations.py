@@ -14,6 +14,7 @@ from gradwire.bench.implementations import (
     make_batch,
 )
 from gradwire.bench.models import MODELS
+from gradwire.kernels import WIRE_FORMATS
 from gradwire.planner.hook_registry import HOOKS
 
 CPU = torch.device("cpu")
@@ -73,6 +74,14 @@ def test_mean_is_accepted_within_roundings_of_the_wire_dtype(wire, ulps, is_righ
     gradient = torch.tensor([1.0, -1.0, 1024.0])
     complaint = complaint_about_mean([gradient], [gradient * (1 + ulps * torch.finfo(wire).eps)], wire)
     assert (complaint is None) is is_right
+
+
+@pytest.mark.parametrize(("steps", "is_right"), [(2, True), (3, False)])
+@pytest.mark.parametrize("wire", ["int8", "int6"])
+def test_mean_without_error_feedback_is_accepted_within_two_steps_of_the_scale(wire, steps, is_right):
+    gradient, wire = torch.tensor([1.0, -1.0, 64.0]), WIRE_FORMATS[wire]
+    off = gradient + torch.tensor([steps * 64 / wire.levels, 0, 0])
+    assert (complaint_about_mean([gradient], [off], wire) is None) is is_right
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

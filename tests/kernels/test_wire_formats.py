@@ -160,6 +160,11 @@ def test_planes_hold_elements_at_a_distance_of_a_part_of_the_block():
     codes = torch.zeros(1, 32, dtype=torch.uint8)
     codes[0, 3 * 4 + 1] = 1  # bit 3 of byte 1
     assert pack(codes, 1).tolist() == [[0, 8, 0, 0]]
+    codes = torch.zeros(1, 32, dtype=torch.uint8)
+    codes[0, [3, 8 + 3, 16 + 3, 24 + 3]] = torch.tensor([1, 2, 4, 63], dtype=torch.uint8)  # of one word
+    word = 1 | 2 << 6 | 4 << 12 | 63 << 18
+    expected = [[word >> 8 * i & 255 if k == 3 else 0 for k in range(8)] for i in range(3)]
+    assert pack(codes, 6).view(3, 8).tolist() == expected, "the lowest bytes of all words come first"
 
 
 @pytest.mark.parametrize("bits", sorted({wire.bits for wire in SCALED}))
@@ -173,10 +178,12 @@ def test_unpack_is_the_inverse_of_pack(bits):
 @pytest.mark.parametrize(
     ("name", "values", "codes", "decoded"),
     [
-        # Ties round to even; codes are offset by 8, or in two's complement.
+        # Ties round to even; codes are offset by half their number, or in two's complement.
         ("int4", [-8, 7, 2, 0.5, 1.5, 2.5, -3.5, 7.75], [0, 15, 10, 8, 10, 10, 4, 15], [-8, 7, 2, 0, 2, 2, -4, 7]),
         # The largest element has the code of -8, so this scale is -1.
         ("int4", [8, -7, -2, 3.5, 0], [0, 15, 10, 4, 8], [8, -7, -2, 4, 0]),
+        ("int6", [-32, 31, 2, 0.5, 31.75], [0, 63, 34, 32, 63], [-32, 31, 2, 0, 31]),
+        ("int6", [32, -31, -2.5, 0], [0, 63, 34, 32], [32, -31, -2, 0]),
         ("int8", [-128, 127, 2, 0.5], [128, 127, 2, 0], [-128, 127, 2, 0]),
         ("int2", [3, -3, 1, -1, 0, 2.5, -0.5], [3, 0, 2, 1, 2, 3, 1], [3, -3, 1, -1, 1, 3, -1]),
     ],
@@ -203,6 +210,7 @@ KINDS = [Integers, OddIntegers, Signs, Float8, Floats]
 )
 @example(bits=3, levels=3, kind=Integers, dtype=torch.uint8, block_size=64)
 @example(bits=4, levels=8, kind=Integers, dtype=torch.uint8, block_size=64)
+@example(bits=6, levels=32, kind=Integers, dtype=torch.uint8, block_size=32)
 @example(bits=4, levels=16, kind=Integers, dtype=torch.uint8, block_size=64)
 @example(bits=2, levels=2, kind=Integers, dtype=torch.uint8, block_size=64)
 @example(bits=4, levels=15, kind=OddIntegers, dtype=torch.uint8, block_size=64)

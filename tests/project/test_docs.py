@@ -251,7 +251,7 @@ def test_bytes_out_of_a_node_on_the_quantization_page_follow_the_formula():
     page = (ROOT / "docs" / "quantization.md").read_text()
     header, _, *rows = re.search(r"(\| GPUs per node \|.*?)\n\n", page, re.DOTALL)[1].splitlines()
     formats = [name.strip().removesuffix(", sums in fp32") for name in header.strip("|").split("|")[1:]]
-    assert formats == ["bf16", "int8", "int4", "int2", "sign"] and len(rows) == 4
+    assert formats == ["bf16", "int8", "int6", "int4", "int2", "sign"] and len(rows) == 4
     for row in rows:
         gpus, *shown = (cell.strip() for cell in row.strip("|").split("|"))
         wire_bytes = [gradwire.kernels.WIRE_FORMATS[name].block_bytes(64) / 64 for name in formats]

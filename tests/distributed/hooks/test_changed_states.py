@@ -121,7 +121,9 @@ def test_state_changed_on_one_rank_raises_on_every_rank(name):
     assert "was loaded, or an option was changed, on this rank but not on rank 0" in errors[0][1]
 
 
-@pytest.mark.parametrize("options", [{"wire": "int8", "block_size": 32}, {"block_size": 128}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"wire": "int8", "block_size": 32, "use_error_feedback": True}, {"block_size": 128}], ids=str
+)
 @on_ranks(2)
 def test_law1_holds_over_a_change_of_options(options):
     state, hook = int4(start_iter=0)

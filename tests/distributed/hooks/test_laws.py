@@ -88,7 +88,8 @@ def test_sums_fit_on_many_ranks_with_every_hook_of_the_registry(hook):
 
 QUANTIZED = {wire: {} for wire in WIRE_FORMATS if wire not in ("fp8_e4m3", "bf16", "fp16", "fp32")} | {
     "int4": {"use_error_feedback": False},
-    "int8": {"error_dtype": torch.bfloat16, "start_iter": 2},  # new buckets round their errors to bf16
+    # New buckets round their errors to bf16.
+    "int8": {"use_error_feedback": True, "error_dtype": torch.bfloat16, "start_iter": 2},
 }
 IN_BF16 = ["nothing lost"]  # test_quantization_laws.py has the bound
 
@@ -104,7 +105,7 @@ def test_laws_hold_for_quantization(wire):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"use_error_feedback": False}], ids=str)
+@pytest.mark.parametrize("options", [{"use_error_feedback": True}, {"use_error_feedback": False}], ids=str)
 @pytest.mark.parametrize("wire", WIRE_FORMATS)
 def test_laws_hold_for_every_wire_format(wire, options):
     check_quantized(wire, options, world_sizes=(2, 3, 4))

@@ -1,6 +1,7 @@
 """`quantization_hook` against an oracle; law 1 with errors in bf16, other buckets, and buckets in one process."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,13 +11,14 @@ from gradwire.comm import LocalTransport
 from gradwire.compress import Quantization, QuantizedBucket
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradwire.kernels import WIRE_FORMATS
-from tests.support.bits import assert_same_bits
+from gradwire.sharded import ReduceScatterOptions
+from tests.support.bits import assert_same_bits, differences
 from tests.support.ranks import on_ranks
 from tests.support.states import Ledger
 from tests.support.training import SMALL, SMALLEST, WRAPPERS, build, register, train, train_steps
 from tests.support.zoo import Probe
 
-SLOW = ("int8", "fp8_e4m3", "int2", "bf16", "fp16", "fp32")  # the others share their code or represent them
+SLOW = ("int8", "int6", "fp8_e4m3", "int2", "bf16", "fp16", "fp32")  # the others share their code or represent them
 formats = pytest.mark.parametrize(
     "wire", [pytest.param(wire, marks=[pytest.mark.slow] * (wire in SLOW)) for wire in WIRE_FORMATS]
 )
@@ -82,7 +84,8 @@ def probe_gradients(rank, step):
 
 def probe_means(wrapper, wire, block_size, steps, cap):
     ddp = WRAPPERS[wrapper](Probe(*SHAPES), bucket_cap_mb=cap)
-    register(ddp, hook_of(wire, block_size=block_size, start_iter=2))  # after the buckets are rebuilt
+    options = {"block_size": block_size, "use_error_feedback": True}
+    register(ddp, hook_of(wire, **options, start_iter=2))  # after the buckets are rebuilt
     seen = []
     for step in range(2 + steps):
         ddp.zero_grad()
@@ -92,7 +95,7 @@ def probe_means(wrapper, wire, block_size, steps, cap):
 
 
 @wrappers
-@pytest.mark.parametrize(("wire", "levels", "block_size"), [("int8", 128, 128), ("int4", 8, 64)])
+@pytest.mark.parametrize(("wire", "levels", "block_size"), [("int8", 128, 128), ("int6", 32, 32), ("int4", 8, 64)])
 @pytest.mark.parametrize("cap", [SMALLEST, 25], ids=["many-buckets", "one-bucket"])
 def test_means_equal_the_oracle(world, wrapper, wire, levels, block_size, cap):
     steps = 4
@@ -119,7 +122,8 @@ def unaccounted(wire, steps, **options):
 
 @pytest.mark.parametrize("wire", ["int4", "int8"])
 def test_law1_holds_with_errors_in_bf16_up_to_their_rounding(worlds, wire):
-    assert worlds(2).run(unaccounted, wire=wire, steps=4, error_dtype=torch.bfloat16) == [[], []]
+    options = {"use_error_feedback": True, "error_dtype": torch.bfloat16}
+    assert worlds(2).run(unaccounted, wire=wire, steps=4, **options) == [[], []]
 
 
 # --- law 4
@@ -176,6 +180,24 @@ def test_wire_format_of_a_parameter(name, shape, dtype, expected):
     assert state.options.wire_format(name, torch.empty(shape, dtype=dtype)) is WIRE_FORMATS[expected]
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        *(({"wire": wire}, wire not in ("int8", "int6")) for wire in WIRE_FORMATS),
+        ({"wire": "int8", "wires": {"head.*": "bf16"}}, False),
+        ({"wire": "bf16", "wires": {"head.*": "int6"}}, False),
+        ({"wire": "int8", "wires": {"head.*": "int2"}}, True),
+        ({"wire": "int6", "use_error_feedback": True}, True),
+        ({"wire": "int4", "use_error_feedback": False}, False),
+    ],
+    ids=str,
+)
+def test_errors_are_kept_by_default_unless_the_narrowest_format_is_int8_or_int6(options, expected):
+    for made in (QuantizationState(**options).options, ReduceScatterOptions(**options)):
+        assert made.keeps_errors == expected
+        assert (made.quantization().error_dtype is not None) == expected
+
+
 # --- memory
 
 
@@ -194,6 +216,32 @@ def test_law1_errors_of_both_shots_survive_new_buckets(dtype):
     state.memory.drop_buckets(tuple(before))
     assert not state.memory.buckets
     assert_same_bits({name: summed(error) for name, error in state.memory.tensors("errors").items()}, before)
+
+
+@pytest.mark.parametrize("wire", ["int8", "int6"])
+@on_ranks(2)
+def test_stateless_format_has_no_error_memory_and_saves_none(wire):
+    ddp, state = trained(wire=wire)
+    assert state.error_memory_bytes == 0
+    assert state.state_dict() == {"iter": 3, "errors": {}}
+    state.options = replace(state.options, wire="int4")
+    train_steps(ddp, 1)
+    assert state.error_memory_bytes > 0, "the default follows the format"
+
+
+@on_ranks(2)
+def test_stateless_state_keeps_errors_of_a_checkpoint_until_feedback_is_on():
+    _, earlier = trained(wire="int8", use_error_feedback=True)
+    saved = earlier.state_dict()
+    ddp, state = trained(wire="int8", steps=0)
+    state.load_state_dict(saved)
+    train_steps(ddp, 2)
+    kept = state.state_dict()["errors"]
+    assert_same_bits(kept, saved["errors"])
+    assert any(error.count_nonzero() > 0 for error in kept.values())
+    state.options = replace(state.options, use_error_feedback=True)
+    train_steps(ddp, 1)
+    assert differences(state.state_dict()["errors"], kept)
 
 
 @on_ranks(1)

@@ -44,7 +44,7 @@ BAD_OPTIONS = {
     QuantizationState: {
         "wire": ["int99", "INT4", None, 4, torch.int8],
         "block_size": [*NO_WHOLE_NUMBER, 0, 16, 48, 2048, -64],
-        "use_error_feedback": NO_FLAG,
+        "use_error_feedback": [each for each in NO_FLAG if each is not None],
         "start_iter": [*NO_WHOLE_NUMBER, -1],
         "exempt": ["*.bias", None, 3, (3,), {"*": 1}],
         "wires": [("*", "int4"), "int4", {"*": "int99"}, {"*": None}, {3: "int4"}],
