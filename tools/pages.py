@@ -38,6 +38,7 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[..., list[Table]]]] = {
     **{name: ((name,), BENCH_TABLES[name]) for name in BENCH_TABLES if name not in ("converge", "long_runs")},
     "converge_digits": (("converge_digits",), BENCH_TABLES["converge"]),
     "converge_text": (("converge_text",), BENCH_TABLES["converge"]),
+    "converge_long_text": (("converge_long_text",), BENCH_TABLES["long_runs"]),
     "converge_optimizers_digits": (("converge_optimizers_digits",), BENCH_TABLES["converge"]),
     "converge_optimizers_text": (("converge_optimizers_text",), BENCH_TABLES["converge"]),
     "network_20ms": (("network_20ms",), BENCH_TABLES["network"]),
