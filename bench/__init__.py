@@ -10,6 +10,7 @@ Benches, each a command of ``gradwire bench`` unless noted:
 - ``network``: steps over a slow link.
 - ``nodes``: training on nodes of several ranks.
 - ``converge``: time to a target over a slow link.
+- ``long_runs``: losses after trainings of a fixed length; ``gradwire bench converge --steps``.
 - ``demo``: a small training with each hook; ``gradwire demo``.
 - ``gpu/``: the GPU lane, ``python -m gradwire.bench.gpu``: tests, sanitizer and benches that need a GPU.
 

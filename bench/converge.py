@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.progress import Progress
-from torch.optim.lr_scheduler import LinearLR
+from torch.optim.lr_scheduler import LinearLR, LRScheduler
 
 from gradwire.bench import launch, namespaces
 from gradwire.bench.implementations import GRADWIRE, PYTORCH
@@ -44,7 +44,7 @@ class Trial(Training):
         sent_bytes = namespaces.sent_bytes if counts_bytes else lambda: 0
         super().__init__(task, hook, implementation, seed, PLAIN_STEPS, sent_bytes=sent_bytes, optimizer=optimizer)
         self.case, self.counts_bytes = {"optimizer": optimizer, "hook": hook, "seed": seed}, counts_bytes
-        self.schedules = [LinearLR(each, 1 / RAMP_STEPS, total_iters=RAMP_STEPS) for each in self.optimizers]
+        self.schedules = ramps(self.optimizers)
         self.steps: list[int] = []  # at which the model was evaluated
         self.scores: list[float] = []
 
@@ -70,6 +70,11 @@ class Trial(Training):
             m: {"p50": curve[-1] if is_reached else None, "series": curve} for m, curve in curves.items() if curve
         }
         return records_of("converge", self.case, self.implementation, dist.get_world_size(), metrics)
+
+
+def ramps(optimizers: Sequence[torch.optim.Optimizer]) -> list[LRScheduler]:
+    """Schedules that raise the learning rates to their full size in `RAMP_STEPS`."""
+    return [LinearLR(each, 1 / RAMP_STEPS, total_iters=RAMP_STEPS) for each in optimizers]
 
 
 def measure(

@@ -31,7 +31,7 @@ PLAIN_STEPS = 10  # uncompressed steps of low-rank hooks
 def records_of_training(training: Training, epochs: int) -> list[Record]:
     """Check and sum up a training. A collective call. Raises RuntimeError if it diverged or the ranks differ."""
     training.check_weights()
-    losses = mean_over_ranks(training.losses, next(training.model.parameters()).device)
+    losses = training.mean_losses()
     last_epoch = losses[-(len(losses) // epochs) :]
     sent = list(itertools.accumulate(training.sent_bytes))
     metrics: dict[str, Any] = {
@@ -106,16 +106,6 @@ def make_progress() -> Progress:
         refresh_per_second=4,
         disable=dist.get_rank() != 0,
     )
-
-
-def mean_over_ranks(values: list[float], device: torch.device) -> list[float]:
-    """The mean of each element over the ranks. Raises RuntimeError if one is not finite."""
-    total = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(total)
-    if not total.isfinite().all():
-        raise RuntimeError("The training loss is not finite.")
-    mean: list[float] = (total / dist.get_world_size()).tolist()
-    return mean
 
 
 def title(records: Sequence[Record]) -> str:

@@ -1,10 +1,12 @@
 """Records of measurements, and the files of JSON lines that hold them: the only source of tables, plots, comparisons.
 
-The first line of a file is its provenance, ``{"provenance": {...}}``; every further line is one record.
+A line is one record, or the provenance of the records that follow, ``{"provenance": {...}}``. A file begins with one;
+it has several if several runs have added to it.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
@@ -54,6 +56,8 @@ class Metric(StrEnum):
     ACCURACY = "test accuracy (%)"
     TRAINING_LOSS = "training loss"
     VALIDATION_LOSS = "validation loss"
+    RESIDUAL_RATIO = "residual ratio"
+    GAIN = "gain"
 
 
 class RecordError(Exception):
@@ -123,8 +127,10 @@ def percentiles_ms(seconds: Sequence[float]) -> dict[str, Any]:
 
 
 def save(records: Sequence[Record], path: Path) -> None:
-    """Write records of one run and their provenance, whole or not at all."""
-    lines = [json.dumps({"provenance": records[0].provenance}), *(record.to_json() for record in records)]
+    """Write records and their provenance, whole or not at all."""
+    lines = []
+    for provenance, group in itertools.groupby(records, lambda record: record.provenance):
+        lines += [json.dumps({"provenance": provenance}), *(record.to_json() for record in group)]
     with replacing(path) as partial:
         partial.write_text("\n".join(lines) + "\n")
 
@@ -132,14 +138,26 @@ def save(records: Sequence[Record], path: Path) -> None:
 def load(path: Path) -> list[Record]:
     """Read the records of a file. Raises RecordError if the file is missing, or is not one that a bench writes."""
     try:
-        first, *lines = path.read_text().splitlines()
-        provenance = json.loads(first)["provenance"]
-        records = [Record(**json.loads(line), provenance=provenance) for line in lines]
+        records: list[Record] = []
+        provenance: Any = None
+        for line in path.read_text().splitlines():
+            content = json.loads(line)
+            if "provenance" in content:
+                provenance = content["provenance"]
+            else:
+                records.append(Record(**content, provenance=provenance))
         if not records or not all(map(_has_right_types, records)):
             raise ValueError("there are no records, or values of other types")
         return records
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise RecordError(f"{path} is not a file that `gradwire bench ... --output` writes ({error!r})") from error
+
+
+def added(records: Sequence[Record], path: Path) -> list[Record]:
+    """The records of a file, if there is one, with ``records`` in place of those of the same trainings."""
+    kept = load(path) if path.exists() else []
+    repeated = [(record.case, record.implementation) for record in records]
+    return [*(record for record in kept if (record.case, record.implementation) not in repeated), *records]
 
 
 def _has_right_types(record: Record) -> bool:

@@ -63,6 +63,8 @@ class Task:
     # from a seed, a rank and the number of ranks: the rank's share of every batch, endless
     batches: Callable[[int, int, int], Iterator[Batch]]
     score_of: Callable[[nn.Module], float]  # on data that the model was not trained on
+    # mean cross entropy in nats, on as much of that data as a training can afford at a few steps
+    validation_loss: Callable[[nn.Module], float]
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Mean cross entropy, in nats."""
@@ -135,6 +137,9 @@ class Digits(Task):
         correct = int((model(self.test_images).argmax(1) == self.test_labels).sum())
         return 100 * correct / len(self.test_labels)
 
+    def validation_loss(self, model: nn.Module) -> float:
+        return self.loss(model, (self.test_images, self.test_labels)).item()
+
 
 class Text(Task):
     """A small GPT that predicts the next byte of the Python standard library's sources; every tenth file validates.
@@ -150,7 +155,7 @@ class Text(Task):
     max_steps = 600
     optimizers = ("adamw", "muon", "sgd")
     length, batch = 64, 4  # bytes of a sequence, sequences of a rank in a step
-    validation_sequences = 32
+    scored_sequences, validation_sequences = 32, 1024  # of a score and of a validation loss
 
     def __init__(self) -> None:
         files = sorted(Path(os.__file__).parent.glob("*.py"))
@@ -164,8 +169,10 @@ class Text(Task):
             torch.tensor(list(b"".join(part)))
             for part in ([text for i, text in enumerate(texts) if i % 10], texts[::10])
         )
-        starts = torch.linspace(0, len(validation) - self.length - 1, self.validation_sequences).long()
-        self._validation = self._cut(validation, starts)
+        self._scored, self._validation = (
+            self._cut(validation, torch.linspace(0, len(validation) - self.length - 1, sequences).long())
+            for sequences in (self.scored_sequences, self.validation_sequences)
+        )
 
     def make_model(self) -> nn.Module:
         return Gpt(layers=5, width=192, length=self.length)
@@ -192,12 +199,24 @@ class Text(Task):
             )
 
     def score_of(self, model: nn.Module) -> float:
+        return self.loss(model, self._scored).item()
+
+    def validation_loss(self, model: nn.Module) -> float:
         return self.loss(model, self._validation).item()
 
     def _cut(self, text: Tensor, starts: Tensor) -> Batch:
         """Sequences of bytes, and the byte that follows each."""
         places = starts[:, None] + torch.arange(self.length + 1)
         return text[places[:, :-1]], text[places[:, 1:]]
+
+
+class SmallText(Text):
+    """The task with a smaller model, for long trainings."""
+
+    title = "Small GPT on the bytes of Python's standard library"
+
+    def make_model(self) -> nn.Module:
+        return Gpt(layers=3, width=128, length=self.length)
 
 
 class Gpt(nn.Module):
@@ -226,7 +245,7 @@ class Gpt(nn.Module):
         return logits
 
 
-TASKS: dict[str, type[Task]] = {"digits": Digits, "text": Text}
+TASKS: dict[str, type[Task]] = {"digits": Digits, "text": Text, "small-text": SmallText}
 
 
 class Training:
@@ -251,7 +270,7 @@ class Training:
         self.task, self.hook, self.implementation = task, hook, implementation
         entry = TRAINED_HOOKS[hook]
         needs_one_bucket = implementation == PYTORCH and entry.pytorch.one_bucket
-        self.model, _ = wrap(
+        self.model, self.state = wrap(
             task.make_model().to(device),
             maker_of(entry, implementation),
             DistributedDataParallel if implementation == GRADWIRE else TorchDDP,
@@ -287,12 +306,22 @@ class Training:
         executor = connections_of(self.model.process_group).executor(device)
         return executor.transport.payload_bytes + self.model.reducer.exchange.transport.payload_bytes
 
-    def evaluate(self) -> float:
-        """The score of rank 0's model on every rank: batch statistics differ between ranks."""
+    def mean_losses(self) -> list[float]:
+        """The training loss of each step, the mean over the ranks. Raises RuntimeError if one is not finite."""
+        losses = torch.tensor(self.losses, dtype=torch.float64, device=next(self.model.parameters()).device)
+        dist.all_reduce(losses)
+        if not losses.isfinite().all():
+            raise RuntimeError("The training loss is not finite.")
+        mean: list[float] = (losses / dist.get_world_size()).tolist()
+        return mean
+
+    def evaluate(self, score_of: Callable[[nn.Module], float] | None = None) -> float:
+        """A score of rank 0's model, by default the task's, on every rank: batch statistics differ between ranks."""
+        score_of = score_of or self.task.score_of
         module = self.model.module
         module.eval()
         with torch.no_grad():
-            score = self.task.score_of(module) if dist.get_rank() == 0 else 0.0
+            score = score_of(module) if dist.get_rank() == 0 else 0.0
         module.train()
         shared = torch.tensor(score, dtype=torch.float64, device=next(module.parameters()).device)
         dist.broadcast(shared, 0)

@@ -8,10 +8,10 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from gradwire.bench import converge, demo, host, kernels, namespaces, network, nodes, reducer, telemetry
+from gradwire.bench import converge, demo, host, kernels, long_runs, namespaces, network, nodes, reducer, telemetry
 from gradwire.bench import hooks as hook_bench
 from gradwire.bench.models import MODELS
-from gradwire.bench.record import Measured, Record, RecordError, load
+from gradwire.bench.record import Measured, Record, RecordError, load, unique
 from gradwire.bench.shapes import SHAPES
 from gradwire.bench.tables import Table, machine_line, print_tables
 from gradwire.bench.tasks import TASKS, TRAINED_HOOKS
@@ -46,7 +46,7 @@ bench = typer.Typer(
 )
 TABLES: dict[str, Callable[[Sequence[Record]], list[Table]]] = {
     module.__name__.rpartition(".")[2]: module.tables
-    for module in (demo, network, nodes, converge, hook_bench, host, reducer, kernels, telemetry)
+    for module in (demo, network, nodes, converge, long_runs, hook_bench, host, reducer, kernels, telemetry)
 }
 _LOOPBACK_SETS = ("rate", "rates", "delay")
 _ALL_SHAPES, _DEFAULT_SIZES = ", ".join(SHAPES), ", ".join(map(str, kernels.DEFAULT_SIZES))
@@ -221,6 +221,14 @@ def bench_converge(
         ),
     ] = None,
     seeds: Annotated[int, number("Number of seeds. Each hook trains once per seed.")] = 3,
+    steps: Annotated[
+        int | None,
+        number(
+            "Train for this many steps, and compare losses instead of times. Results of other hooks, seeds and lengths "
+            "in the output file are kept.",
+            least=long_runs.LEAST_STEPS,
+        ),
+    ] = None,
     hooks: HooksOption = ", ".join(converge.DEFAULT_HOOKS),
     quick: QuickOption = False,
     loopback: LoopbackOption = False,
@@ -230,13 +238,35 @@ def bench_converge(
 
     The hosts are network namespaces of this machine, joined by rate-limited links. Needs root on Linux.
     At 100mbit, the task digits takes a few minutes, and the task text 45 minutes.
+
+    With --steps, measure the losses after trainings of this length instead, on two ranks without a slow network.
+    2,000 steps of the task small-text take about two minutes per hook and seed.
     """
     chosen, names = parse_choice(task, TASKS, "--task"), parse_hooks(hooks, TRAINED_HOOKS)
     link = namespaces.LOOPBACK if loopback else parse_rate(rate, "--rate")
     of_task = TASKS[chosen].optimizers
     trained = parse_choices(of_task[0] if optimizers is None else optimizers, of_task, "--optimizers")
-    measure = partial(converge.measure, chosen, trained, names, link, seeds, hosts, delay)
-    _run(context, measure, output, is_networked=not loopback)
+    if steps is None:
+        measure = partial(converge.measure, chosen, trained, names, link, seeds, hosts, delay)
+        _run(context, measure, output, is_networked=not loopback)
+        return
+    why = f"trains {long_runs.RANKS} ranks on this machine, without a link to limit; leave out {{}}."
+    refuse_beside(context, "--steps", "rate", "hosts", "delay", "loopback", why=why)
+    _refuse_to_add(output, "long_runs")
+    measure = partial(long_runs.measure, chosen, trained, names, steps, seeds)
+    run("gradwire bench converge", measure, long_runs.tables, output, is_added=True)
+
+
+def _refuse_to_add(output: Path | None, name: str) -> None:
+    """Refuse, before hours of training, a file to which results of the benchmark cannot be added."""
+    if output is None or not output.exists():
+        return
+    try:
+        found = load(output)[0].bench
+    except RecordError as error:
+        raise typer.BadParameter(f"{error}.", param_hint="--output") from None
+    if found != name:
+        raise typer.BadParameter(f"{output} has results of {found!r}; choose another file.", param_hint="--output")
 
 
 @bench.command("report")
@@ -263,7 +293,8 @@ def bench_report(
             raise typer.Exit(1)
         try:
             print_tables(TABLES[first.bench](records))
-            typer.echo(f"{first.provenance['command']}\n{machine_line(first.provenance)}.\n")
+            for source in unique(f"{r.provenance['command']}\n{machine_line(r.provenance)}.\n" for r in records):
+                typer.echo(source)
             if plots is not None and first.bench in DRAWINGS:
                 DRAWINGS[first.bench](records, plots / f"{path.stem}.png")
                 typer.echo(f"Plot: {plots / path.stem}.png\n")

@@ -142,11 +142,11 @@ def parse_links(rates: str, loopback: bool) -> list[Rate]:
     return [LOOPBACK] if loopback else links
 
 
-def refuse_beside(context: typer.Context, option: str, *others: str) -> None:
-    """Refuse ``others`` on the command line, because ``option`` sets their values."""
+def refuse_beside(
+    context: typer.Context, option: str, *others: str, why: str = "already sets {}; use only one of the two."
+) -> None:
+    """Refuse ``others`` on the command line, because ``option`` sets their values or for another reason."""
     sources = {name: context.get_parameter_source(name) for name in others}
     given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
     if given:
-        raise typer.BadParameter(
-            f"already sets --{given[0].replace('_', '-')}; use only one of the two.", param_hint=option
-        )
+        raise typer.BadParameter(why.format(f"--{given[0].replace('_', '-')}"), param_hint=option)

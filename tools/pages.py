@@ -35,9 +35,10 @@ Results = dict[str, list[Record]]  # by file name
 
 # By name: the results files, and the function of their records.
 TABLES: dict[str, tuple[tuple[str, ...], Callable[..., list[Table]]]] = {
-    **{name: ((name,), BENCH_TABLES[name]) for name in BENCH_TABLES if name != "converge"},
+    **{name: ((name,), BENCH_TABLES[name]) for name in BENCH_TABLES if name not in ("converge", "long_runs")},
     "converge_digits": (("converge_digits",), BENCH_TABLES["converge"]),
     "converge_text": (("converge_text",), BENCH_TABLES["converge"]),
+    "converge_long_text": (("converge_long_text",), BENCH_TABLES["long_runs"]),
     "converge_optimizers_digits": (("converge_optimizers_digits",), BENCH_TABLES["converge"]),
     "converge_optimizers_text": (("converge_optimizers_text",), BENCH_TABLES["converge"]),
     "network_20ms": (("network_20ms",), BENCH_TABLES["network"]),
@@ -94,7 +95,7 @@ def fill(page: str, results: Results) -> str:
         if tables is None or missing:
             raise PageError(f"There is no table {name!r}, or no {' and no '.join(missing)} for it. Run that bench.")
         found = [results[file] for file in files]
-        sources = "\n".join(source(records[0]) for records in found)
+        sources = "\n".join(unique(source(record) for records in found for record in records))
         return f"<!-- begin {name} -->\n{to_markdown(tables(*found))}\n{sources}<!-- end {name} -->"
 
     return re.sub(r"<!-- begin (?P<name>\S+) -->\n.*?<!-- end (?P=name) -->", replaced, page, flags=re.DOTALL)

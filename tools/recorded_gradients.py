@@ -11,7 +11,7 @@ from gradwire.bench.tasks import TASKS
 
 RANKS = 4
 STEPS = (1, 100, 1000)
-TRAININGS = [(task, optimizer) for task in TASKS for optimizer in TASKS[task].optimizers]
+TRAININGS = [(task, optimizer) for task in ("digits", "text") for optimizer in TASKS[task].optimizers]
 
 
 def recorded(name: str, optimizer: str) -> Iterator[tuple[int, list[list[Tensor]]]]:
