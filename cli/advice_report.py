@@ -19,12 +19,14 @@ from gradwire.bench.timing import bench_device
 from gradwire.planner.hook_registry import (
     ACCURACY_NOTE,
     HOOKS,
+    LOSS_GAPS,
     MARK,
     MARK_NOTE,
     STEPS_TO_TARGET,
     accuracy_of,
     display_name,
     is_aggressive,
+    measured_accuracy,
 )
 from gradwire.planner.probe import CAST, PLAIN, Measurement
 from gradwire.planner.recommend import WORTHWHILE, Advice, Prediction
@@ -38,6 +40,7 @@ _COLUMNS: dict[str, Callable[[Prediction], str]] = {
     "pays below": lambda each: "" if each.hook == PLAIN else _break_even(each.break_even),
     "sent per step": lambda each: format_bytes(each.payload_bytes),
     "extra memory": lambda each: format_bytes(each.memory_bytes),
+    "loss gap": lambda each: f"{LOSS_GAPS[each.hook]:+.3f}" if each.hook in LOSS_GAPS else "",
     "steps to target": lambda each: f"{STEPS_TO_TARGET[each.hook]:.2f}x" if each.hook in STEPS_TO_TARGET else "",
 }
 _SCHEMA = 1  # of the JSON file; rises when an entry changes its meaning or goes
@@ -106,8 +109,7 @@ def _recommendation(advice: Advice) -> str:
     fastest = max(advice.predictions, key=lambda each: each.speed_up)
     (recommended,) = [each for each in advice.predictions if each.hook == advice.recommended]
     if is_aggressive(fastest.hook) and fastest.speed_up >= WORTHWHILE * recommended.speed_up:
-        steps = STEPS_TO_TARGET.get(fastest.hook)
-        why = "was not trained" if steps is None else f"took {steps:.2f} times the steps to the same loss"
+        why = measured_accuracy(fastest.hook) or "was not trained"
         text += f" {fastest.hook} would be {fastest.speed_up:.2f}x as fast as without a hook, but {why}: compare loss "
         text += "curves before you use it."
     return text
@@ -128,6 +130,7 @@ def to_json(measured: Measurement, advice: Advice) -> str:
         asdict(each)
         | {
             "break_even": "always" if each.break_even == math.inf else each.break_even,
+            "loss_gap": LOSS_GAPS.get(each.hook),
             "steps_to_target": STEPS_TO_TARGET.get(each.hook),
             "is_aggressive": is_aggressive(each.hook),
         }

@@ -16,7 +16,14 @@ from gradwire.bench.converge import target_of, to_target
 from gradwire.bench.implementations import GRADWIRE
 from gradwire.bench.record import Metric, load
 from gradwire.cli.advice_report import print_advice, to_json
-from gradwire.planner.hook_registry import HOOKS, STEPS_TO_TARGET, TOLERATED_STEPS, is_aggressive
+from gradwire.planner.hook_registry import (
+    HOOKS,
+    LOSS_GAPS,
+    STEPS_TO_TARGET,
+    TOLERATED_GAP,
+    TOLERATED_STEPS,
+    is_aggressive,
+)
 from gradwire.planner.model import (
     BETWEEN_NODES,
     IN_NODE,
@@ -110,6 +117,7 @@ def test_thresholds_in_the_docs_are_those_of_the_code():
     rules = page[page.index("Aggressive hooks are never") : page.index("`gradwire advise` does not measure")]
     assert set(re.findall(r"(\d+) %", rules)) == {f"{100 * (WORTHWHILE - 1):.0f}"}
     assert f"more than {100 * (TOLERATED_STEPS - 1):.0f} % more steps to target" in page
+    assert f"a loss gap above {TOLERATED_GAP}" in page
     assert f"buckets of {DEFAULT_CAP_MB} MiB" in rules
 
 
@@ -156,6 +164,20 @@ def test_measured_accuracy_is_that_of_the_kept_results():
     assert target_of(records[0].provenance["settings"]).startswith("validation loss (nats per byte) <= 2.5")
 
 
+def test_loss_gaps_are_those_of_the_kept_results():
+    records = [
+        record
+        for record in load(Path(__file__).parents[2] / "bench" / "results" / "converge_long_text.jsonl")
+        if record.metric == Metric.TRAINING_LOSS and record["steps"] == 2000
+    ]
+    plain = {record["seed"]: record.p50 for record in records if record["hook"] == "none"}
+    gaps = {}
+    for record in records:
+        if record.implementation == GRADWIRE:
+            gaps.setdefault(record["hook"], []).append(record.p50 - plain[record["seed"]])
+    assert {hook: round(sum(found) / len(found), 3) for hook, found in gaps.items()} == LOSS_GAPS
+
+
 def test_aggressive_hooks_are_those_that_took_more_steps_or_were_not_trained():
     aggressive = {name for name in HOOKS if is_aggressive(name)}
     assert aggressive >= {"powersgd-r4", "powersgd-r8-int8", "powersgd-r1", "sign"}
@@ -167,13 +189,16 @@ def test_aggressive_hook_is_named_and_not_recommended():
     assert advise(case).recommended == "int2"
     names = [line.split()[0] for line in printed(case).splitlines() if line.startswith(("int", "bf16", "powersgd"))]
     assert names[:4] == ["powersgd-r1!", "int2", "int4", "bf16"]
-    assert "!: aggressive: took over 10 % more steps" in told(case)
+    assert "!: aggressive: a loss gap over 0.015; without one, over 10 % more steps" in told(case)
     assert printed(case).rstrip().endswith(HOOKS["int2"].code)
     assert re.search(
         r"powersgd-r1 would be \d+\.\d\dx as fast as without a hook, but was not trained: comp", told(case)
     )
     trained = measured(1e7, *all_hooks(), hook("powersgd-r4", 10**5, 0.0))
-    assert "without a hook, but took 1.50 times the steps to the same loss: compare loss curves" in told(trained)
+    assert (
+        "without a hook, but took 1.50 times the steps to the same loss on a GPT with 2.3 M parameters: compare"
+        in told(trained)
+    )
     near = measured(1e7, *all_hooks(), hook("powersgd-r1", 5 * 10**6, 0.0))
     assert "would be" not in told(near), "not 5 % faster than int2"
     assert [each["is_aggressive"] for each in json.loads(to_json(case, advise(case)))["predictions"]] == [
