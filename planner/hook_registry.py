@@ -193,8 +193,8 @@ LOSS_GAPS = {
 }
 ACCURACY_NOTE = (
     "loss gap: training loss above that of no hook, in nats per byte, after 2,000 steps of a GPT with 0.7 M "
-    "parameters. Steps to target: relative to no hook, until a GPT with 2.3 M parameters reached a validation loss of 2.5. Both on "
-    "two ranks. Your model may differ"
+    "parameters. Steps to target: relative to no hook, until a GPT with 2.3 M parameters reached a validation loss of "
+    "2.5. Both on two ranks. Your model may differ"
 )
 TOLERATED_GAP = 0.015  # nats per byte; hooks with a larger one are aggressive
 TOLERATED_STEPS = 1.1  # relative to no hook, for hooks without a measured gap
