@@ -7,18 +7,23 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from operator import attrgetter, is_not
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.futures import Future
 
 from gradwire.comm import Transport
-from gradwire.compress import Gradients
+from gradwire.comm.stream_executor import Handle
+from gradwire.compress import Gradients, Step, cast_all_reduce, repeatable
 from gradwire.hooks import _bucket as hooks
 from gradwire.hooks._names import plain_name
 from gradwire.hooks._plans import Plans
+from gradwire.hooks._reduction import reduce_bucket
+from gradwire.hooks._settings import settings_of
 from gradwire.kernels import SegmentTable, gradient_layout, layout_guard
 from gradwire.reducer import errors, torch_internals
+from gradwire.reducer.exchange import Exchange
 
 # Arguments: parameter name, and the part of its reduced gradient that was sent but is not applied.
 TakeBack = Callable[[str, Tensor], object]
@@ -38,6 +43,18 @@ class BucketSpec:
     model_parameters: Sequence[Tensor] = ()  # all parameters that the reducer averages
 
 
+class BucketHook(NamedTuple):
+    """Reduces a bucket: a registered communication hook with its state, or `default_reduction` with the exchange."""
+
+    function: Callable[[Any, Any], Future[Tensor]]
+    state: Any
+    is_zero_copy: bool
+    is_registered: bool = False
+    has_groups: bool = False  # whether it may have process groups of its own
+    can_replay: bool = True  # whether recorded steps replace its calls: it is gradwire's, and only reduces
+    take_back: TakeBack | None = None  # adds a sent but unapplied gradient to the error memory
+
+
 class BucketBase(hooks.Bucket):
     """The part of ``torch.distributed.GradBucket`` that dense and sparse buckets have in common."""
 
@@ -52,7 +69,6 @@ class BucketBase(hooks.Bucket):
         self.names = tuple(map(plain_name, spec.names))
         self.model_parameters = spec.model_parameters
         self.launch_range = f"gradwire::launch bucket {spec.index}"  # name of a profiler range
-        self.divisor = 1  # of a sum over ranks: the world size, or in `join` the number of ranks with inputs left
         self.stand_ins: list[int] = []  # positions of the parameters without a gradient on this rank in this backward
 
     def index(self) -> int:
@@ -70,6 +86,40 @@ class BucketBase(hooks.Bucket):
     def parameter_names(self) -> list[str]:
         """The names of `parameters`, as in ``module.named_parameters()``."""
         return self._names
+
+    def collect(
+        self, zero_copy: bool, unused: Sequence[int], shared: Collection[int] = (), incoming: Tensor | None = None
+    ) -> None:
+        """Take the parameters' gradients, which are all ready."""
+        raise NotImplementedError
+
+    def launch(
+        self,
+        hook: BucketHook,
+        exchange: Exchange,
+        divisor: int,
+        unused: Sequence[int],
+        shared: Collection[int],
+        incoming: Tensor | None,
+    ) -> Future[Tensor] | Handle:
+        """Take the parameters' gradients, and let ``hook`` start their reduction; returns the future of the result.
+
+        ``divisor``, of the sum over ranks: the world size, or in `join` the number of ranks with inputs left. For the
+        other arguments, see `DenseBucket.collect`.
+        """
+        self.collect(hook.is_zero_copy, unused, shared, incoming)
+        self.n_passes, self.divisor = exchange.n_passes, divisor
+        if hook.can_replay and self.plans is not None and self.plans.settings is not None:
+            flight: Handle | None = self.plans.replay(self, exchange.connections)
+            if flight is not None:
+                return flight
+        return self.reduce(hook, exchange)
+
+    def reduce(self, hook: BucketHook, exchange: Exchange) -> Future[Tensor]:
+        """Let ``hook`` start the reduction of the gradients that the bucket has."""
+        self.process_group, self.model_number = exchange.process_group, exchange.number
+        self.note_use = exchange.note_use if hook.has_groups else None
+        return hook.function(hook.state, self)
 
 
 class DenseBucket(BucketBase):
@@ -269,12 +319,12 @@ class DenseBucket(BucketBase):
         warnings.warn(text, stacklevel=2)
         return copy.copy_(grad)
 
-    def with_zeros(self, zero_copy: bool) -> DenseBucket:
+    def with_zeros(self, zero_copy: bool, divisor: int) -> DenseBucket:
         """A copy of this bucket whose gradients are zeros, separate from the parameters' gradients."""
         bucket = DenseBucket(self._spec, as_view=False)
         pairs = zip(self._parameters, self.layouts, strict=True)
         bucket._grads = [parameter.new_empty_strided(*layout).zero_() for parameter, layout in pairs]
-        bucket.zero_copy = zero_copy
+        bucket.zero_copy, bucket.divisor = zero_copy, divisor
         return bucket
 
     def finish(self, result: Tensor, scale: float, used: Mapping[int, bool], take_back: TakeBack | None = None) -> None:
@@ -395,10 +445,10 @@ class SparseBucket(BucketBase):
             self._parameter.grad = self._empty()
         self.stand_ins = list(unused)
 
-    def with_zeros(self, zero_copy: bool) -> SparseBucket:
+    def with_zeros(self, zero_copy: bool, divisor: int) -> SparseBucket:
         """A copy of this bucket whose gradient has no entries."""
         bucket = SparseBucket(self._spec)
-        bucket._gradient = bucket._empty()
+        bucket._gradient, bucket.divisor = bucket._empty(), divisor
         return bucket
 
     def discard(self, result: Tensor, take_back: TakeBack) -> None:
@@ -425,6 +475,27 @@ class SparseBucket(BucketBase):
 
 
 ReducerBucket = DenseBucket | SparseBucket
+
+
+def default_reduction(exchange: Exchange, bucket: ReducerBucket) -> Future[Tensor]:
+    """Start to average a bucket's gradients, bitwise equal to PyTorch's DDP. The future has the result.
+
+    gloo's threads sum dense gradients on a CPU, several buckets at once; all others are reduced in the executor.
+    """
+    if isinstance(bucket, DenseBucket) and not exchange.has_streams:
+        # `Exchange.transport`, without the call
+        transport = exchange.connections.transport("backward", bucket.device, exchange.check_in_step)
+        return transport.start_all_reduce(bucket.scale_into_buffer())
+
+    @repeatable
+    async def algorithm(step: Step) -> None:
+        assert isinstance(bucket, DenseBucket)
+        if bucket.as_view:
+            await step.transport.all_reduce(bucket.scale_into_buffer())
+        else:
+            await cast_all_reduce(step, divisor=bucket.divisor)
+
+    return reduce_bucket(exchange.connections, bucket, algorithm, settings_of("all-reduce"), divisor=bucket.divisor)
 
 
 class DelayedGradients:

@@ -22,7 +22,7 @@ from gradwire.compress._validation import check_whole_number
 from gradwire.hooks import default_hooks
 from gradwire.hooks.hook_state import HookState
 from gradwire.reducer import arguments, errors, torch_internals
-from gradwire.reducer.bucket import DelayedGradients
+from gradwire.reducer.bucket import BucketHook, DelayedGradients, default_reduction
 from gradwire.reducer.bucketing import BucketOptions
 from gradwire.reducer.drift import DriftCheck
 from gradwire.reducer.exchange import Exchange
@@ -30,7 +30,7 @@ from gradwire.reducer.logger import Logger
 from gradwire.reducer.model_sync import begin_together, broadcast_coalesced, verify_model
 from gradwire.reducer.model_watch import ModelWatch
 from gradwire.reducer.recovery import resynchronize
-from gradwire.reducer.reducer import BucketHook, Reducer, default_reduction
+from gradwire.reducer.reducer import Reducer
 from gradwire.reducer.wrappers import check_no_wrapper_inside, check_not_nested, link_sharing_wrappers
 
 # PyTorch's arguments and their defaults.

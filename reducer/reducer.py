@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from enum import Enum
 from itertools import chain
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -25,32 +25,18 @@ from gradwire.comm.connections import ADVICE
 from gradwire.comm.stream_executor import Handle
 from gradwire.comm.torch_internals import NO_BACKWARD, current_backward, profiler_range, queue_callback
 from gradwire.comm.transport import clear_frames, wait_for
-from gradwire.compress import Step, cast_all_reduce, repeatable
 from gradwire.hooks._bucket import tensor_in
 from gradwire.hooks._decorators import is_gradwire_hook, is_zero_copy
 from gradwire.hooks._plans import Plans
-from gradwire.hooks._reduction import reduce_bucket
-from gradwire.hooks._settings import check_pairing, follow_model, in_group, settings_of
+from gradwire.hooks._settings import check_pairing, follow_model, in_group
 from gradwire.hooks.hook_state import HookState
 from gradwire.kernels import is_capturing
 from gradwire.reducer import bucketing, errors, torch_internals
-from gradwire.reducer.bucket import DelayedGradients, DenseBucket, ReducerBucket, TakeBack
+from gradwire.reducer.bucket import BucketHook, DelayedGradients, ReducerBucket
 from gradwire.reducer.drift import DriftCheck
 from gradwire.reducer.exchange import Exchange
 from gradwire.reducer.model_watch import ModelWatch
 from gradwire.reducer.unused_parameters import UsedParameters, find_unused
-
-
-class BucketHook(NamedTuple):
-    """Reduces a bucket: a registered communication hook with its state, or `default_reduction` with the exchange."""
-
-    function: Callable[[Any, Any], Future[Tensor]]
-    state: Any
-    is_zero_copy: bool
-    is_registered: bool = False
-    has_groups: bool = False  # whether it may have process groups of its own
-    can_replay: bool = True  # whether recorded steps replace its calls: it is gradwire's, and only reduces
-    take_back: TakeBack | None = None  # adds a sent but unapplied gradient to the error memory
 
 
 class Reducer:
@@ -398,38 +384,25 @@ class Reducer:
     def _launch(self, bucket: ReducerBucket) -> None:
         """Start the reduction of a complete bucket."""
         self.times.record("backward_comm_time_start")
-        index = self._backward.n_launched
+        backward, index = self._backward, self._backward.n_launched
         try:
             has_graph = torch.is_grad_enabled()
             if has_graph:
                 warnings.warn(errors.CREATE_GRAPH, stacklevel=2)
             with profiler_range(bucket.launch_range), torch.no_grad() if has_graph else nullcontext():
-                backward, hook = self._backward, self.hook
-                bucket.divisor, bucket.n_passes = self._divisor, self.exchange.n_passes
                 is_used = self._used.local
                 unused = [k for k, i in enumerate(bucket.members) if not is_used[i]] if backward.may_leave_out else ()
                 positions: Sequence[int] = ()
                 if self._shared_with:
                     shared = set(chain.from_iterable(self._shared_with.values()))
                     positions = [k for k, i in enumerate(bucket.members) if i in shared]
-                bucket.collect(hook.is_zero_copy, unused, positions, self._incoming)
-                future: Future[Tensor] | Handle | None = None
-                if hook.can_replay and bucket.plans is not None and bucket.plans.settings is not None:
-                    future = bucket.plans.replay(bucket, self.exchange.connections)
-                if future is None:
-                    future = self._run_comm_hook(bucket)
+                future = bucket.launch(self.hook, self.exchange, self._divisor, unused, positions, self._incoming)
             if type(future) is not Handle and not isinstance(future, torch_internals.AnyFuture):
                 raise RuntimeError(errors.NO_FUTURE.format(kind=type(future)))
-            self._backward.futures[index] = future
+            backward.futures[index] = future
         except BaseException as error:
             self._leave_after(error, f"the communication hook of bucket {index}")
             raise
-
-    def _run_comm_hook(self, bucket: ReducerBucket) -> Future[Tensor]:
-        exchange, hook = self.exchange, self.hook
-        bucket.process_group, bucket.model_number = exchange.process_group, exchange.number
-        bucket.note_use = exchange.note_use if hook.has_groups else None
-        return hook.function(hook.state, bucket)
 
     # Phase 4: results become gradients.
 
@@ -476,7 +449,7 @@ class Reducer:
         elif backward.may_leave_out and not self.static_graph:  # with a static graph, found in its first backward
             self._used.clear()
         if self._delayed is not None and self.runs_optimizers:
-            run_optimizers(self._delayed.parameters)
+            torch_internals.step_optimizers(self._delayed.parameters)
         if self._upcast_stream is not None and self.skip_unused:  # PyTorch's hook does not see a skipped bucket
             torch_internals.restore_parameters(self.parameters)
         self._count_reduction()
@@ -491,7 +464,7 @@ class Reducer:
         bucket.finish(result, scale, used, self.hook.take_back)
         if self.runs_optimizers:
             futures[index] = None  # applied: must not return to the error memory if a later bucket fails
-            run_optimizers(bucket.parameters())
+            torch_internals.step_optimizers(bucket.parameters())
 
     def _count_reduction(self) -> None:
         """Ranks rebuild their buckets together, after the first reduction, or the second one of a static graph.
@@ -640,11 +613,9 @@ class Reducer:
         exchange.begin_forward()
         with self.leaving("a backward pass of the ranks with inputs left"):
             exchange.begin_backward(self.hook.has_groups)
-            buckets: list[ReducerBucket] = [bucket.with_zeros(self.hook.is_zero_copy) for bucket in self.buckets]
-            futures = []
-            for bucket in buckets:
-                bucket.divisor = exchange.process_group.size()
-                futures.append(self._run_comm_hook(bucket))
+            divisor, is_zero_copy = exchange.process_group.size(), self.hook.is_zero_copy
+            buckets: list[ReducerBucket] = [bucket.with_zeros(is_zero_copy, divisor) for bucket in self.buckets]
+            futures = [bucket.reduce(self.hook, exchange) for bucket in buckets]
             counts = self._used.exchange_none(exchange.transport) if self._may_leave_out else ()
             unused = {name for name, count in zip(self.options.names, counts, strict=False) if count == 0}
             if self._delayed is not None:
@@ -983,32 +954,3 @@ def _make_output_hook(reference: weakref.ref[Reducer]) -> Callable[[Tensor], Non
         queue_callback(reducer._end_of_further_backward)
 
     return hook
-
-
-def default_reduction(exchange: Exchange, bucket: ReducerBucket) -> Future[Tensor]:
-    """Start to average a bucket's gradients, bitwise equal to PyTorch's DDP. The future has the result.
-
-    gloo's threads sum dense gradients on a CPU, several buckets at once; all others are reduced in the executor.
-    """
-    if isinstance(bucket, DenseBucket) and not exchange.has_streams:
-        return exchange.transport.start_all_reduce(bucket.scale_into_buffer())
-
-    @repeatable
-    async def algorithm(step: Step) -> None:
-        assert isinstance(bucket, DenseBucket)
-        if bucket.as_view:
-            await step.transport.all_reduce(bucket.scale_into_buffer())
-        else:
-            await cast_all_reduce(step, divisor=bucket.divisor)
-
-    return reduce_bucket(exchange.connections, bucket, algorithm, settings_of("all-reduce"), divisor=bucket.divisor)
-
-
-def run_optimizers(parameters: Sequence[Tensor]) -> None:
-    """Step the optimizers of ``apply_optimizer_in_backward``, and clear the gradients."""
-    for parameter in parameters:
-        optimizers = getattr(parameter, "_in_backward_optimizers", ())
-        for optimizer in optimizers:
-            optimizer.step()
-        if optimizers:
-            parameter.grad = None

@@ -134,6 +134,16 @@ def optimizer_hooks() -> Mapping[Tensor, Sequence[RemovableHandle]]:
     return handles
 
 
+def step_optimizers(parameters: Iterable[Tensor]) -> None:
+    """Step the optimizers of ``apply_optimizer_in_backward``, and clear the gradients."""
+    for parameter in parameters:
+        optimizers = getattr(parameter, "_in_backward_optimizers", ())
+        for optimizer in optimizers:
+            optimizer.step()
+        if optimizers:
+            parameter.grad = None
+
+
 def restore_parameters(parameters: Iterable[Tensor]) -> None:
     """With mixed precision: point parameters back at their own values after a forward without a backward."""
     for parameter in parameters:
