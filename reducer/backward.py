@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import Enum
 from typing import Any
 
@@ -27,20 +26,13 @@ class Backward:
     """The state of one synchronized backward pass.
 
     A gradient is *ready* once autograd adds nothing more to it. A bucket is *complete* once all its gradients are
-    ready. It is *launched* once it and all buckets before it are complete.
-
-    Args:
-        buckets: the buckets.
-        used: the parameters that have a gradient, on this rank and on any rank.
-        phase: the first phase.
-        may_leave_out: whether parameters may stay without a gradient: the ranks then exchange which have one.
+    ready. It is *launched* once it and all buckets before it are complete. If the backward ``may_leave_out``
+    parameters, the ranks exchange which of them are ``used``.
     """
 
-    def __init__(
-        self, buckets: Sequence[ReducerBucket], used: UsedParameters, phase: Phase, may_leave_out: bool
-    ) -> None:
+    def __init__(self, buckets: list[ReducerBucket], phase: Phase, may_leave_out: bool, used: UsedParameters) -> None:
         n_parameters = len(used.local)
-        self.used, self.phase, self.may_leave_out = used, phase, may_leave_out
+        self.phase, self.may_leave_out, self.used = phase, may_leave_out, used
         self.is_again = phase is Phase.AGAIN  # whether it is not the first of its forward
         self.has_follower = False  # whether a further backward of its forward runs, without a ready gradient so far
         self.divisor = 1  # of sums over ranks: the world size; in `join`, the number of ranks with inputs left

@@ -63,7 +63,7 @@ class BucketBase(hooks.Bucket):
         self._parameters = spec.parameters
         self._names = spec.names
         self.members = spec.members
-        # For hooks; the reducer sets the others in each launch.
+        # For hooks; `launch` sets the others.
         self.position, self.is_final, self.first = spec.index, spec.is_last, spec.parameters[0]
         self.device, self.dtype = spec.parameters[0].device, spec.parameters[0].dtype.to_real()
         self.names = tuple(map(plain_name, spec.names))
@@ -102,11 +102,7 @@ class BucketBase(hooks.Bucket):
         shared: Collection[int],
         incoming: Tensor | None,
     ) -> Future[Tensor] | Handle:
-        """Take the parameters' gradients, and let ``hook`` start their reduction; returns the future of the result.
-
-        ``divisor``, of the sum over ranks: the world size, or in `join` the number of ranks with inputs left. For the
-        other arguments, see `DenseBucket.collect`.
-        """
+        """Take the gradients, as `DenseBucket.collect` says, and start to reduce them; the future has the result."""
         self.collect(hook.is_zero_copy, unused, shared, incoming)
         self.n_passes, self.divisor = exchange.n_passes, divisor
         if hook.can_replay and self.plans is not None and self.plans.settings is not None:
@@ -133,8 +129,7 @@ class DenseBucket(BucketBase):
 
     Attributes:
         as_view: whether every ``.grad`` becomes a view of the buffer.
-        zero_copy: whether `work` may return the gradients themselves; set by the reducer, cleared once the bucket is
-            flat.
+        zero_copy: whether `work` may return the gradients themselves; set by `collect`, cleared once it is flat.
     """
 
     def __init__(
@@ -510,9 +505,7 @@ class DelayedGradients:
         self._views = [part.view(parameter.shape) for part, parameter in zip(parts, parameters, strict=True)]
 
     def collect(self) -> Tensor:
-        """Make every gradient a view of the buffer, where one was cleared or replaced after the forward; returns the
-        buffer.
-        """
+        """Return the buffer, after gradients that were cleared or replaced since the forward have become its views."""
         for parameter, view in zip(self.parameters, self._views, strict=True):
             if parameter.grad is None:
                 parameter.grad = view.zero_()

@@ -405,14 +405,12 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         with self._apart() if self._evaluates_in_join() else nullcontext():
             result = super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         drift = self.reducer.drift
-        if drift is not None and torch.is_grad_enabled() and self._broadcasts_buffers():
+        has_buffer_hook = hasattr(self, "buffer_hook")
+        if drift is not None and torch.is_grad_enabled() and not has_buffer_hook and self.will_sync_module_buffers():  # type: ignore[no-untyped-call]
             drift.after_broadcast(self._buffers_in_use())
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             self.reducer.forward_is_running = True
         return result
-
-    def _broadcasts_buffers(self) -> bool:
-        return not hasattr(self, "buffer_hook") and bool(self.will_sync_module_buffers())  # type: ignore[no-untyped-call]
 
     def _evaluates_in_join(self) -> bool:
         return self._join_config.enable and not torch.is_grad_enabled()

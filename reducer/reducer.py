@@ -63,11 +63,8 @@ class Reducer:
     A step that fails is discarded: this rank leaves the exchange, see `Exchange`.
 
     Args:
-        exchange: the exchange with the ranks to average over.
         hook: reduces the buckets; may be replaced between two steps.
-        options: the parameters and the sizes of buckets.
-        watch: finds parameters that the reducer does not know.
-        drift: compares the ranks, with ``check_every``.
+        drift: with ``check_every``.
         delayed: the gradients of the parameters that no bucket has.
         find_unused_parameters: whether a backward may leave parameters without a gradient. A parameter that no rank has
             a gradient for keeps its ``.grad``.
@@ -89,10 +86,8 @@ class Reducer:
         self.exchange, self.hook, self.options = exchange, hook, options
         self._watch, self.drift, self._delayed = watch, drift, delayed
         self.parameters = options.parameters
-        self.find_unused_parameters = find_unused_parameters
-        self.skip_unused = skip_unused
+        self.find_unused_parameters, self.skip_unused = find_unused_parameters, skip_unused
         self.static_graph = False
-        self._may_leave_out = find_unused_parameters  # whether the first backward of a forward may do so
         self.is_finalized_by_caller = False  # whether `finalize_backward` ends a backward
         self.runs_optimizers = False  # whether it steps the optimizers of apply_optimizer_in_backward, once averaged
         self._upcast_stream: torch.Stream | None = None  # with mixed precision: PyTorch's hook casts gradients on it
@@ -112,9 +107,7 @@ class Reducer:
         # The parameters that other wrappers reduce too, by index.
         self._shared_with: weakref.WeakKeyDictionary[object, list[int]] = weakref.WeakKeyDictionary()
         self._autograd_hooks = AutogradHooks(self.parameters, self._on_gradients)
-        self._output_hooks = [
-            _make_output_hook(weakref.ref(self), is_synchronized) for is_synchronized in (False, True)
-        ]
+        self._output_hooks = [_make_output_hook(weakref.ref(self), synchronized) for synchronized in (False, True)]
         self.has_rebuilt_buckets = False
         self._has_reduced = False  # whether this rank has taken part in a reduction
         self._graph_seems_static = True  # whether `unused` has never changed
@@ -131,7 +124,7 @@ class Reducer:
         for bucket in self.buckets:
             bucket.release()
         self._autograd_hooks.reset()
-        self._backward = Backward(self.buckets, self._used, phase, self._may_leave_out)
+        self._backward = Backward(self.buckets, phase, self.find_unused_parameters or self.static_graph, self._used)
 
     # Phase 1: a forward, and the preparation of its backward.
 
@@ -219,9 +212,7 @@ class Reducer:
 
     @torch_internals.not_compiled
     def watch_outputs(self, output: object, is_synchronized: bool) -> None:
-        """Notice backwards through the tensors in the output of a forward: the first one of a static graph, and further
-        ones of a synchronized forward.
-        """
+        """Notice the first backward of a static graph, and further ones of a synchronized forward, by their outputs."""
         if is_synchronized or (self.static_graph and self.static_calls is None):
             for tensor in torch_internals.tensors_in(output):
                 if tensor.grad_fn is not None:
@@ -236,8 +227,8 @@ class Reducer:
     def _on_gradients(self, incoming: Tensor | None) -> None:
         """Autograd has accumulated gradients, ``incoming`` the latest of them; one may complete a bucket."""
         hooks, buckets = self._autograd_hooks, self.buckets
-        tracks_usage = self._may_leave_out and self.static_calls is None
         with self._lock:
+            tracks_usage = self._backward.may_leave_out and self.static_calls is None
             while hooks.recorded:
                 taken, ready = hooks.recorded[:], []
                 del hooks.recorded[: len(taken)]  # other threads may append meanwhile
@@ -289,10 +280,8 @@ class Reducer:
 
     def _begin_again(self) -> None:
         """The first gradient of a further backward has come in."""
-        feature = (
-            "mixed_precision" if self._upcast_stream is not None else "join()" if self._live_ranks is not None else None
-        )
-        if feature is not None:
+        if self._upcast_stream is not None or self._live_ranks is not None:
+            feature = "join()" if self._upcast_stream is None else "mixed_precision"
             self._fail_and_raise(
                 "A second backward pass of one synchronized forward pass, or a backward pass of an earlier forward "
                 f"pass than the latest, cannot be averaged with {feature}. Call backward() once after each forward "
@@ -300,7 +289,7 @@ class Reducer:
                 "average."
             )
         order, used = self._backward.ready_order, UsedParameters(len(self.parameters), self.exchange.device)
-        self._backward = Backward(self.buckets, used, Phase.AGAIN, may_leave_out=True)
+        self._backward = Backward(self.buckets, Phase.AGAIN, may_leave_out=True, used=used)
         self._backward.ready_order = order  # for the rebuild of the buckets
 
     def _end_of_further_backward(self) -> None:
@@ -320,7 +309,11 @@ class Reducer:
         """Begin the reduction at the first ready gradient; count unused parameters as ready."""
         self._start_exchange()
         self.times.record("backward_compute_time_start")
-        self._autograd_hooks.defer(first, self.unused, self._backward.calls, self.static_calls)
+        not_deferred = [first, *self.unused]
+        if self.static_calls is not None:  # and gradients that come in several calls from now on
+            calls = zip(self.static_calls, self._backward.calls, strict=True)
+            not_deferred += [index for index, (expected, done) in enumerate(calls) if expected - done > 1]
+        self._autograd_hooks.defer_others(not_deferred)
         if self.unused:
             self._mark_ready(self.unused)
 
@@ -566,7 +559,7 @@ class Reducer:
         """Declare that every backward uses the same parameters as the first one, equally often."""
         if self.times.iterations > 0:
             self._raise(errors.STATIC_GRAPH_TOO_LATE.format(iterations=self.times.iterations))
-        self.static_graph = self._may_leave_out = True
+        self.static_graph = self._backward.may_leave_out = True
 
     def _queue_delay(self) -> None:
         if not self._backward.is_delay_queued:
@@ -613,7 +606,8 @@ class Reducer:
             divisor, is_zero_copy = exchange.process_group.size(), self.hook.is_zero_copy
             buckets: list[ReducerBucket] = [bucket.with_zeros(is_zero_copy, divisor) for bucket in self.buckets]
             futures = [bucket.reduce(self.hook, exchange) for bucket in buckets]
-            counts = self._used.exchange_none(exchange.transport) if self._may_leave_out else ()
+            may_leave_out = self.find_unused_parameters or self.static_graph
+            counts = self._used.exchange_none(exchange.transport) if may_leave_out else ()
             unused = {name for name, count in zip(self.options.names, counts, strict=False) if count == 0}
             if self._delayed is not None:
                 self._all_reduce(torch.zeros_like(self._delayed.buffer))
@@ -748,18 +742,11 @@ class AutogradHooks:
         """Act as the hook of a parameter whose gradient came through another autograd node."""
         self._hooks[index](None, (None,))
 
-    def defer(
-        self, first: int, unused: Iterable[int], calls: Sequence[int], expected_calls: Sequence[int] | None
-    ) -> None:
-        """Defer all hooks but those of gradients that come ``first``, never, or in several calls from now on."""
+    def defer_others(self, indices: Iterable[int]) -> None:
+        """Defer all hooks but those of these parameters."""
         mask = bytearray(b"\1") * len(self.deferred)
-        for index in unused:
+        for index in indices:
             mask[index] = 0
-        if expected_calls is not None:
-            for index, (expected, done) in enumerate(zip(expected_calls, calls, strict=True)):
-                if expected - done > 1:
-                    mask[index] = 0
-        mask[first] = 0
         self.deferred[:] = mask
 
     def expect(self, members: Iterable[int], ready: bytearray) -> None:
