@@ -372,7 +372,8 @@ class Reducer:
 
     def _launch(self, bucket: ReducerBucket, incoming: Tensor | None) -> None:
         """Start the reduction of a complete bucket."""
-        self.times.record("backward_comm_time_start")
+        if self.times.is_timed:  # most steps are not
+            self.times.record("backward_comm_time_start")
         backward, index = self._backward, self._backward.n_launched
         try:
             has_graph = torch.is_grad_enabled()
@@ -730,8 +731,8 @@ class AutogradHooks:
         # The nodes must not keep the reducer alive: a module may be wrapped again, and the old reducer is then freed.
         method = weakref.WeakMethod(notify)
         self._hooks = [_make_hook(index, self.recorded, self.deferred, method) for index in range(len(self.nodes))]
-        self._handles = [node.register_hook(hook) for node, hook in zip(self.nodes, self._hooks, strict=True)]
-        weakref.finalize(self, _remove_all, self._handles)
+        handles = [node.register_hook(hook) for node, hook in zip(self.nodes, self._hooks, strict=True)]
+        self.remove = weakref.finalize(self, _remove_all, handles)  # removes the hooks
 
     def reset(self) -> None:
         """Drop the recorded indices, and defer no hook any longer."""
@@ -770,10 +771,6 @@ class AutogradHooks:
                 return index
         return None
 
-    def remove(self) -> None:
-        """Remove the hooks."""
-        _remove_all(self._handles)
-
 
 def _make_hook(
     index: int, recorded: list[int], deferred: bytearray, notify: weakref.WeakMethod[Callable[[Tensor | None], None]]
@@ -793,7 +790,6 @@ def _make_hook(
 def _remove_all(handles: list[RemovableHandle]) -> None:
     for handle in handles:
         handle.remove()
-    handles.clear()
 
 
 TIMED_ITERATIONS = 10  # number of first iterations that are all timed
@@ -818,7 +814,7 @@ class StepTimes:
         self.iterations = 0  # synchronized forwards so far
         self.reported = 0  # index of the last timed iteration, which PyTorch reports as the iteration
         self._device, self._is_gpu = device, device.type == "cuda"
-        self._is_timed = False
+        self.is_timed = False  # whether events of this iteration are recorded
         self._marks: dict[str, Any] = {}  # nanoseconds, or on a GPU events
         self._unix_times: dict[str, int] = {}
         self._last: dict[str, int] = {}
@@ -829,8 +825,8 @@ class StepTimes:
         """Count a synchronized forward; add the previous step's times to the averages."""
         self._settle()
         is_due = self.iterations <= TIMED_ITERATIONS or self.iterations % self.sample_rate == 0
-        self._is_timed = is_due and not (self._is_gpu and is_capturing(self._device))
-        if self._is_timed:
+        self.is_timed = is_due and not (self._is_gpu and is_capturing(self._device))
+        if self.is_timed:
             self.reported = self.iterations
             self._marks, self._unix_times = {}, {}
         self.iterations += 1
@@ -838,10 +834,10 @@ class StepTimes:
 
     def record(self, event: str) -> None:
         """Record the time of an event in ``_DURATIONS``: the first of its name in an iteration that is timed."""
-        if not self._is_timed or event in self._marks:
+        if not self.is_timed or event in self._marks:
             return
         if self._is_gpu and is_capturing(self._device):
-            self._is_timed, self._marks, self._unix_times = False, {}, {}
+            self.is_timed, self._marks, self._unix_times = False, {}, {}
             return
         self._marks[event] = torch.cuda.Event(enable_timing=True) if self._is_gpu else time.perf_counter_ns()
         if self._is_gpu:
@@ -858,7 +854,7 @@ class StepTimes:
             self._last[name] = max(0, int(1e6 * begin.elapsed_time(end)) if self._is_gpu else end - begin)
             self._sums[name] = self._sums.get(name, 0) + self._last[name]
         self._n_timed += 1
-        self._is_timed, self._marks = False, {}
+        self.is_timed, self._marks = False, {}
 
     def summary(self) -> dict[str, int]:
         """The last durations, the Unix times of their events, and the averages, under PyTorch's names."""
