@@ -98,21 +98,22 @@ class BucketBase(hooks.Bucket):
         hook: BucketHook,
         exchange: Exchange,
         divisor: int,
-        unused: Sequence[int],
-        shared: Collection[int],
-        incoming: Tensor | None,
+        unused: Sequence[int] | None = None,
+        shared: Collection[int] = (),
+        incoming: Tensor | None = None,
     ) -> Future[Tensor] | Handle:
-        """Take the gradients, as `DenseBucket.collect` says, and start to reduce them; the future has the result."""
-        self.collect(hook.is_zero_copy, unused, shared, incoming)
-        self.n_passes, self.divisor = exchange.n_passes, divisor
+        """Take the gradients, as `DenseBucket.collect` says, and start to reduce them; the future has the result.
+
+        Without ``unused``, reduce the zeros of `with_zeros`.
+        """
+        self.divisor = divisor
+        if unused is not None:
+            self.collect(hook.is_zero_copy, unused, shared, incoming)
+            self.n_passes = exchange.n_passes
         if hook.can_replay and self.plans is not None and self.plans.settings is not None:
             flight: Handle | None = self.plans.replay(self, exchange.connections)
             if flight is not None:
                 return flight
-        return self.reduce(hook, exchange)
-
-    def reduce(self, hook: BucketHook, exchange: Exchange) -> Future[Tensor]:
-        """Let ``hook`` start the reduction of the gradients that the bucket has."""
         self.process_group, self.model_number = exchange.process_group, exchange.number
         self.note_use = exchange.note_use if hook.has_groups else None
         return hook.function(hook.state, self)
@@ -314,12 +315,12 @@ class DenseBucket(BucketBase):
         warnings.warn(text, stacklevel=2)
         return copy.copy_(grad)
 
-    def with_zeros(self, zero_copy: bool, divisor: int) -> DenseBucket:
+    def with_zeros(self, zero_copy: bool) -> DenseBucket:
         """A copy of this bucket whose gradients are zeros, separate from the parameters' gradients."""
         bucket = DenseBucket(self._spec, as_view=False)
         pairs = zip(self._parameters, self.layouts, strict=True)
         bucket._grads = [parameter.new_empty_strided(*layout).zero_() for parameter, layout in pairs]
-        bucket.zero_copy, bucket.divisor = zero_copy, divisor
+        bucket.zero_copy = zero_copy
         return bucket
 
     def finish(self, result: Tensor, scale: float, used: Mapping[int, bool], take_back: TakeBack | None = None) -> None:
@@ -440,10 +441,10 @@ class SparseBucket(BucketBase):
             self._parameter.grad = self._empty()
         self.stand_ins = list(unused)
 
-    def with_zeros(self, zero_copy: bool, divisor: int) -> SparseBucket:
+    def with_zeros(self, zero_copy: bool) -> SparseBucket:
         """A copy of this bucket whose gradient has no entries."""
         bucket = SparseBucket(self._spec)
-        bucket._gradient, bucket.divisor = bucket._empty(), divisor
+        bucket._gradient = bucket._empty()
         return bucket
 
     def discard(self, result: Tensor, take_back: TakeBack) -> None:

@@ -604,9 +604,10 @@ class Reducer:
         exchange.begin_forward()
         with self.leaving("a backward pass of the ranks with inputs left"):
             exchange.begin_backward(self.hook.has_groups)
-            divisor, is_zero_copy = exchange.process_group.size(), self.hook.is_zero_copy
-            buckets: list[ReducerBucket] = [bucket.with_zeros(is_zero_copy, divisor) for bucket in self.buckets]
-            futures = [bucket.reduce(self.hook, exchange) for bucket in buckets]
+            buckets: list[ReducerBucket] = [bucket.with_zeros(self.hook.is_zero_copy) for bucket in self.buckets]
+            futures: list[Any] = [
+                bucket.launch(self.hook, exchange, exchange.process_group.size()) for bucket in buckets
+            ]
             may_leave_out = self.find_unused_parameters or self.static_graph
             counts = self._used.exchange_none(exchange.transport) if may_leave_out else ()
             unused = {name for name, count in zip(self.options.names, counts, strict=False) if count == 0}
