@@ -1,8 +1,9 @@
 """gradwire's reducer: a subclass of PyTorch's DistributedDataParallel with zero-copy buckets.
 
 distributed         `DistributedDataParallel`: its arguments, and the methods of PyTorch's class that differ
-reducer             one backward: gradients become ready, buckets are launched, results become gradients; step times
-bucket              a bucket's gradients, flat buffer and result; delayed parameters
+reducer             gradients become ready, buckets are launched, results become gradients; step times
+backward            the state of one backward
+bucket              a bucket's gradients, flat buffer, launch and result; delayed parameters
 bucketing           which parameters share a bucket, and the rebuild of the buckets
 unused_parameters   parameters without a gradient in a backward
 exchange            errors on one rank, deadlocks, and how a rank leaves

@@ -7,18 +7,23 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from operator import attrgetter, is_not
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.futures import Future
 
 from gradwire.comm import Transport
-from gradwire.compress import Gradients
+from gradwire.comm.stream_executor import Handle
+from gradwire.compress import Gradients, Step, cast_all_reduce, repeatable
 from gradwire.hooks import _bucket as hooks
 from gradwire.hooks._names import plain_name
 from gradwire.hooks._plans import Plans
+from gradwire.hooks._reduction import reduce_bucket
+from gradwire.hooks._settings import settings_of
 from gradwire.kernels import SegmentTable, gradient_layout, layout_guard
 from gradwire.reducer import errors, torch_internals
+from gradwire.reducer.exchange import Exchange
 
 # Arguments: parameter name, and the part of its reduced gradient that was sent but is not applied.
 TakeBack = Callable[[str, Tensor], object]
@@ -38,6 +43,18 @@ class BucketSpec:
     model_parameters: Sequence[Tensor] = ()  # all parameters that the reducer averages
 
 
+class BucketHook(NamedTuple):
+    """Reduces a bucket: a registered communication hook with its state, or `default_reduction` with the exchange."""
+
+    function: Callable[[Any, Any], Future[Tensor]]
+    state: Any
+    is_zero_copy: bool
+    is_registered: bool = False
+    has_groups: bool = False  # whether it may have process groups of its own
+    can_replay: bool = True  # whether recorded steps replace its calls: it is gradwire's, and only reduces
+    take_back: TakeBack | None = None  # adds a sent but unapplied gradient to the error memory
+
+
 class BucketBase(hooks.Bucket):
     """The part of ``torch.distributed.GradBucket`` that dense and sparse buckets have in common."""
 
@@ -46,13 +63,12 @@ class BucketBase(hooks.Bucket):
         self._parameters = spec.parameters
         self._names = spec.names
         self.members = spec.members
-        # For hooks; the reducer sets the others in each launch.
+        # For hooks; `launch` sets the others.
         self.position, self.is_final, self.first = spec.index, spec.is_last, spec.parameters[0]
         self.device, self.dtype = spec.parameters[0].device, spec.parameters[0].dtype.to_real()
         self.names = tuple(map(plain_name, spec.names))
         self.model_parameters = spec.model_parameters
         self.launch_range = f"gradwire::launch bucket {spec.index}"  # name of a profiler range
-        self.divisor = 1  # of a sum over ranks: the world size, or in `join` the number of ranks with inputs left
         self.stand_ins: list[int] = []  # positions of the parameters without a gradient on this rank in this backward
 
     def index(self) -> int:
@@ -71,6 +87,37 @@ class BucketBase(hooks.Bucket):
         """The names of `parameters`, as in ``module.named_parameters()``."""
         return self._names
 
+    def collect(
+        self, zero_copy: bool, unused: Sequence[int], shared: Collection[int] = (), incoming: Tensor | None = None
+    ) -> None:
+        """Take the parameters' gradients, which are all ready."""
+        raise NotImplementedError
+
+    def launch(
+        self,
+        hook: BucketHook,
+        exchange: Exchange,
+        divisor: int,
+        unused: Sequence[int] | None = None,
+        shared: Collection[int] = (),
+        incoming: Tensor | None = None,
+    ) -> Future[Tensor] | Handle:
+        """Take the gradients, as `DenseBucket.collect` says, and start to reduce them; the future has the result.
+
+        Without ``unused``, reduce the zeros of `with_zeros`.
+        """
+        self.divisor = divisor
+        if unused is not None:
+            self.collect(hook.is_zero_copy, unused, shared, incoming)
+            self.n_passes = exchange.n_passes
+        if hook.can_replay and self.plans is not None and self.plans.settings is not None:
+            flight: Handle | None = self.plans.replay(self, exchange.connections)
+            if flight is not None:
+                return flight
+        self.process_group, self.model_number = exchange.process_group, exchange.number
+        self.note_use = exchange.note_use if hook.has_groups else None
+        return hook.function(hook.state, self)
+
 
 class DenseBucket(BucketBase):
     """The gradients of some parameters, with the interface of ``torch.distributed.GradBucket``, and `work`.
@@ -83,8 +130,7 @@ class DenseBucket(BucketBase):
 
     Attributes:
         as_view: whether every ``.grad`` becomes a view of the buffer.
-        zero_copy: whether `work` may return the gradients themselves; set by the reducer, cleared once the bucket is
-            flat.
+        zero_copy: whether `work` may return the gradients themselves; set by `collect`, cleared once it is flat.
     """
 
     def __init__(
@@ -427,6 +473,27 @@ class SparseBucket(BucketBase):
 ReducerBucket = DenseBucket | SparseBucket
 
 
+def default_reduction(exchange: Exchange, bucket: ReducerBucket) -> Future[Tensor]:
+    """Start to average a bucket's gradients, bitwise equal to PyTorch's DDP. The future has the result.
+
+    gloo's threads sum dense gradients on a CPU, several buckets at once; all others are reduced in the executor.
+    """
+    if isinstance(bucket, DenseBucket) and not exchange.has_streams:
+        # `Exchange.transport`, without the call
+        transport = exchange.connections.transport("backward", bucket.device, exchange.check_in_step)
+        return transport.start_all_reduce(bucket.scale_into_buffer())
+
+    @repeatable
+    async def algorithm(step: Step) -> None:
+        assert isinstance(bucket, DenseBucket)
+        if bucket.as_view:
+            await step.transport.all_reduce(bucket.scale_into_buffer())
+        else:
+            await cast_all_reduce(step, divisor=bucket.divisor)
+
+    return reduce_bucket(exchange.connections, bucket, algorithm, settings_of("all-reduce"), divisor=bucket.divisor)
+
+
 class DelayedGradients:
     """The gradients of the parameters that no bucket has, in one flat buffer.
 
@@ -439,9 +506,7 @@ class DelayedGradients:
         self._views = [part.view(parameter.shape) for part, parameter in zip(parts, parameters, strict=True)]
 
     def collect(self) -> Tensor:
-        """Make every gradient a view of the buffer, where one was cleared or replaced after the forward; returns the
-        buffer.
-        """
+        """Return the buffer, after gradients that were cleared or replaced since the forward have become its views."""
         for parameter, view in zip(self.parameters, self._views, strict=True):
             if parameter.grad is None:
                 parameter.grad = view.zero_()

@@ -17,12 +17,11 @@ from torch.distributed.algorithms.join import JoinHook
 
 from gradwire.comm import GroupTransport
 from gradwire.comm.connections import connections_of
-from gradwire.comm.torch_internals import queue_callback
 from gradwire.compress._validation import check_whole_number
 from gradwire.hooks import default_hooks
 from gradwire.hooks.hook_state import HookState
 from gradwire.reducer import arguments, errors, torch_internals
-from gradwire.reducer.bucket import DelayedGradients
+from gradwire.reducer.bucket import BucketHook, DelayedGradients, default_reduction
 from gradwire.reducer.bucketing import BucketOptions
 from gradwire.reducer.drift import DriftCheck
 from gradwire.reducer.exchange import Exchange
@@ -30,7 +29,7 @@ from gradwire.reducer.logger import Logger
 from gradwire.reducer.model_sync import begin_together, broadcast_coalesced, verify_model
 from gradwire.reducer.model_watch import ModelWatch
 from gradwire.reducer.recovery import resynchronize
-from gradwire.reducer.reducer import BucketHook, Reducer, default_reduction
+from gradwire.reducer.reducer import Reducer
 from gradwire.reducer.wrappers import check_no_wrapper_inside, check_not_nested, link_sharing_wrappers
 
 # PyTorch's arguments and their defaults.
@@ -386,12 +385,6 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             broadcast_coalesced(tensors, transport, buffer_size, authoritative_rank, exchange.announce_forward)
             connections.end_exchange(self)
 
-    def _delay_reduction(self, _: Tensor) -> None:
-        """Reduce at the end of the first backward of a static graph, which begins now."""
-        if not self._static_graph_delay_allreduce_enqueued:
-            self._static_graph_delay_allreduce_enqueued = True
-            queue_callback(self.reducer._delay_all_reduce)
-
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         return self.logger._get_ddp_logging_data()
 
@@ -412,14 +405,12 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         with self._apart() if self._evaluates_in_join() else nullcontext():
             result = super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         drift = self.reducer.drift
-        if drift is not None and torch.is_grad_enabled() and self._broadcasts_buffers():
+        has_buffer_hook = hasattr(self, "buffer_hook")
+        if drift is not None and torch.is_grad_enabled() and not has_buffer_hook and self.will_sync_module_buffers():  # type: ignore[no-untyped-call]
             drift.after_broadcast(self._buffers_in_use())
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             self.reducer.forward_is_running = True
         return result
-
-    def _broadcasts_buffers(self) -> bool:
-        return not hasattr(self, "buffer_hook") and bool(self.will_sync_module_buffers())  # type: ignore[no-untyped-call]
 
     def _evaluates_in_join(self) -> bool:
         return self._join_config.enable and not torch.is_grad_enabled()
@@ -437,17 +428,14 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     def _post_forward(self, output: Any) -> Any:
         if self.mixed_precision is not None and not torch.is_grad_enabled():
             torch_internals.restore_parameters(self.module.parameters())
-        # PyTorch's class asks for `_delay_all_reduce` once; a backward in no_sync, or one that fails, does not count.
-        if self.static_graph and self.reducer.static_calls is None:
-            self._static_graph_delay_allreduce_enqueued = False
-            for tensor in torch_internals.tensors_in(output):  # PyTorch's search skips dataclasses
-                if tensor.grad_fn is not None:
-                    tensor.register_hook(self._delay_reduction)
+        if self.static_graph:  # the reducer notices its first backward; PyTorch's class would once per model
+            self._static_graph_delay_allreduce_enqueued = True
         with self._apart() if self._evaluates_in_join() else nullcontext():
             output = super()._post_forward(output)  # type: ignore[no-untyped-call]
-        if torch.is_grad_enabled() and self.require_backward_grad_sync:
-            self.reducer.watch_outputs(output)
-        else:
+        is_synchronized = bool(self.require_backward_grad_sync)
+        if torch.is_grad_enabled():
+            self.reducer.watch_outputs(output, is_synchronized)
+        if not (torch.is_grad_enabled() and is_synchronized):
             self.reducer.wait_for_post_backward_futures()
         return output
 

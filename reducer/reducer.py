@@ -1,6 +1,6 @@
 """The reducer: launches each bucket's reduction as its gradients become ready, and writes the results back.
 
-`Backward` is the state of one backward, `AutogradHooks` tell which gradients are ready, `StepTimes` measures.
+`AutogradHooks` tell which gradients are ready, `StepTimes` measures.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from enum import Enum
 from itertools import chain
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -25,32 +24,19 @@ from gradwire.comm.connections import ADVICE
 from gradwire.comm.stream_executor import Handle
 from gradwire.comm.torch_internals import NO_BACKWARD, current_backward, profiler_range, queue_callback
 from gradwire.comm.transport import clear_frames, wait_for
-from gradwire.compress import Step, cast_all_reduce, repeatable
 from gradwire.hooks._bucket import tensor_in
 from gradwire.hooks._decorators import is_gradwire_hook, is_zero_copy
 from gradwire.hooks._plans import Plans
-from gradwire.hooks._reduction import reduce_bucket
-from gradwire.hooks._settings import check_pairing, follow_model, in_group, settings_of
+from gradwire.hooks._settings import check_pairing, follow_model, in_group
 from gradwire.hooks.hook_state import HookState
 from gradwire.kernels import is_capturing
 from gradwire.reducer import bucketing, errors, torch_internals
-from gradwire.reducer.bucket import DelayedGradients, DenseBucket, ReducerBucket, TakeBack
+from gradwire.reducer.backward import Backward, Phase
+from gradwire.reducer.bucket import BucketHook, DelayedGradients, ReducerBucket
 from gradwire.reducer.drift import DriftCheck
 from gradwire.reducer.exchange import Exchange
 from gradwire.reducer.model_watch import ModelWatch
 from gradwire.reducer.unused_parameters import UsedParameters, find_unused
-
-
-class BucketHook(NamedTuple):
-    """Reduces a bucket: a registered communication hook with its state, or `default_reduction` with the exchange."""
-
-    function: Callable[[Any, Any], Future[Tensor]]
-    state: Any
-    is_zero_copy: bool
-    is_registered: bool = False
-    has_groups: bool = False  # whether it may have process groups of its own
-    can_replay: bool = True  # whether recorded steps replace its calls: it is gradwire's, and only reduces
-    take_back: TakeBack | None = None  # adds a sent but unapplied gradient to the error memory
 
 
 class Reducer:
@@ -72,16 +58,13 @@ class Reducer:
 
     A further backward of a synchronized forward, such as the second of two forwards and two backwards, adds its
     gradients to the means. At its end, once all ranks have agreed that they are in it, all buckets are reduced again.
-    `_make_output_hook` notices it: the hook of an output of a synchronized forward runs, and no reduction is prepared.
+    The hook of an output of a synchronized forward notices it, as it runs without a prepared reduction.
 
     A step that fails is discarded: this rank leaves the exchange, see `Exchange`.
 
     Args:
-        exchange: the exchange with the ranks to average over.
         hook: reduces the buckets; may be replaced between two steps.
-        options: the parameters and the sizes of buckets.
-        watch: finds parameters that the reducer does not know.
-        drift: compares the ranks, with ``check_every``.
+        drift: with ``check_every``.
         delayed: the gradients of the parameters that no bucket has.
         find_unused_parameters: whether a backward may leave parameters without a gradient. A parameter that no rank has
             a gradient for keeps its ``.grad``.
@@ -103,23 +86,20 @@ class Reducer:
         self.exchange, self.hook, self.options = exchange, hook, options
         self._watch, self.drift, self._delayed = watch, drift, delayed
         self.parameters = options.parameters
-        self.find_unused_parameters = find_unused_parameters
-        self.skip_unused = skip_unused
+        self.find_unused_parameters, self.skip_unused = find_unused_parameters, skip_unused
         self.static_graph = False
-        self._may_leave_out = find_unused_parameters  # whether the first backward of a forward may do so
         self.is_finalized_by_caller = False  # whether `finalize_backward` ends a backward
         self.runs_optimizers = False  # whether it steps the optimizers of apply_optimizer_in_backward, once averaged
         self._upcast_stream: torch.Stream | None = None  # with mixed precision: PyTorch's hook casts gradients on it
         self._lock = threading.Lock()  # held while gradients are marked ready, in any of autograd's threads
-        self._is_in_join = False  # whether the latest forward was in `join`
+        # If the latest forward was in `join`: the all-reduce that counts the ranks with inputs left, and whether to
+        # divide by that number.
+        self._live_ranks: tuple[dist.Work, bool] | None = None
         self.forward_is_running = False
-        self._forget_forward()
-        self._divisor = 1  # divisor of sums: the world size; in `join`, the number of ranks with inputs left
+        self._post_backward_futures: list[Future[Any]] = []  # awaited at the end of the backward
         self.static_calls: list[int] | None = None  # per autograd hook, in the first backward of a static graph
         self.unused: list[int] = []  # parameters without a gradient in the last backward, or in a static graph
         self._used = UsedParameters(len(self.parameters), exchange.device)
-        self._used_before = self._used  # during a further backward: what `_used` was before
-        self._incoming: Tensor | None = None  # the gradient whose autograd hook runs
         # For the logging data: the last error, and the number of buckets that the last backward has reduced.
         self.error: str | None = None
         self.n_reduced = 0
@@ -127,7 +107,7 @@ class Reducer:
         # The parameters that other wrappers reduce too, by index.
         self._shared_with: weakref.WeakKeyDictionary[object, list[int]] = weakref.WeakKeyDictionary()
         self._autograd_hooks = AutogradHooks(self.parameters, self._on_gradients)
-        self._output_hook = _make_output_hook(weakref.ref(self))
+        self._output_hooks = [_make_output_hook(weakref.ref(self), synchronized) for synchronized in (False, True)]
         self.has_rebuilt_buckets = False
         self._has_reduced = False  # whether this rank has taken part in a reduction
         self._graph_seems_static = True  # whether `unused` has never changed
@@ -144,14 +124,7 @@ class Reducer:
         for bucket in self.buckets:
             bucket.release()
         self._autograd_hooks.reset()
-        self._is_through_outputs = False  # whether a further backward of a synchronized forward runs
-        self._backward = Backward(self.buckets, len(self.parameters), phase, self._may_leave_out)
-
-    def _forget_forward(self) -> None:
-        """Drop what forwards have set for the next reduction."""
-        self._live_ranks: dist.Work | None = None  # in `join`, the all-reduce that counts the ranks with inputs left
-        self._divides_by_live_ranks = False
-        self._post_backward_futures: list[Future[Any]] = []  # awaited at the end of the backward
+        self._backward = Backward(self.buckets, phase, self.find_unused_parameters or self.static_graph, self._used)
 
     # Phase 1: a forward, and the preparation of its backward.
 
@@ -171,7 +144,7 @@ class Reducer:
                 "keeps parameters. A parameter that each rank is to train by itself must be named in "
                 "module._ddp_params_and_buffers_to_ignore before you wrap the model."
             )
-        self._is_in_join = False
+        self._live_ranks = None
         self.exchange.begin_forward()
         self.times.begin_forward()
 
@@ -238,11 +211,12 @@ class Reducer:
         self.exchange.connections.check()
 
     @torch_internals.not_compiled
-    def watch_outputs(self, output: object) -> None:
-        """Notice every backward through the tensors in the output of a synchronized forward."""
-        for tensor in torch_internals.tensors_in(output):
-            if tensor.grad_fn is not None:
-                tensor.register_hook(self._output_hook)
+    def watch_outputs(self, output: object, is_synchronized: bool) -> None:
+        """Notice the first backward of a static graph, and further ones of a synchronized forward, by their outputs."""
+        if is_synchronized or (self.static_graph and self.static_calls is None):
+            for tensor in torch_internals.tensors_in(output):
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(self._output_hooks[is_synchronized])
 
     def share(self, wrapper: object, parameters: Collection[int]) -> None:
         """Copy the gradients of parameters, by ids, that another living wrapper uses in the same backward, too."""
@@ -253,9 +227,8 @@ class Reducer:
     def _on_gradients(self, incoming: Tensor | None) -> None:
         """Autograd has accumulated gradients, ``incoming`` the latest of them; one may complete a bucket."""
         hooks, buckets = self._autograd_hooks, self.buckets
-        tracks_usage = self._may_leave_out and self.static_calls is None
         with self._lock:
-            self._incoming = incoming
+            tracks_usage = self._backward.may_leave_out and self.static_calls is None
             while hooks.recorded:
                 taken, ready = hooks.recorded[:], []
                 del hooks.recorded[: len(taken)]  # other threads may append meanwhile
@@ -263,12 +236,12 @@ class Reducer:
                     self._backward.ready_order += taken
                     ready, taken = taken, []
                 for index in taken:
-                    if self._backward.phase is Phase.DONE and self._is_through_outputs:
+                    if self._backward.has_follower:
                         self._begin_again()
                     backward = self._backward
                     is_again = backward.phase is Phase.AGAIN
                     if (tracks_usage or is_again) and self.parameters[index].grad is not None:
-                        self._used.local[index] = 1  # also in no_sync, whose gradients the next reduction includes
+                        backward.used.local[index] = 1  # also in no_sync, whose gradients the next reduction includes
                     if is_again:
                         continue
                     if backward.phase is Phase.DONE or (self.static_graph and not self._is_last_call(index)):
@@ -280,7 +253,7 @@ class Reducer:
                 if not ready:
                     continue
                 backward = self._backward
-                self._mark_ready(ready)
+                self._mark_ready(ready, incoming)
                 if backward.n_launched < len(buckets):
                     members = buckets[backward.n_launched].members
                     # The last one usually comes last. If it has come, the order may be the opposite.
@@ -289,16 +262,13 @@ class Reducer:
                     backward.expected_in = backward.n_launched
                 elif not self.is_finalized_by_caller:
                     queue_callback(self._finalize)
-            self._incoming = None
 
     def _is_last_call(self, index: int) -> bool:
         """With a static graph, count a call of a parameter's autograd hook; returns whether it is the last."""
         calls = self._backward.calls
         calls[index] += 1
         if self.static_calls is None:
-            if self._backward.is_delay_due:
-                self._backward.is_delay_due = False
-                queue_callback(self._delay_all_reduce)
+            self._queue_delay()  # unless the hook of an output has: an output may be no tensor that `tensors_in` finds
             self.times.record("backward_compute_time_start")
             return False
         expected = self.static_calls[index]
@@ -310,21 +280,20 @@ class Reducer:
 
     def _begin_again(self) -> None:
         """The first gradient of a further backward has come in."""
-        feature = "mixed_precision" if self._upcast_stream is not None else "join()" if self._is_in_join else None
-        if feature is not None:
+        if self._upcast_stream is not None or self._live_ranks is not None:
+            feature = "join()" if self._upcast_stream is None else "mixed_precision"
             self._fail_and_raise(
                 "A second backward pass of one synchronized forward pass, or a backward pass of an earlier forward "
                 f"pass than the latest, cannot be averaged with {feature}. Call backward() once after each forward "
                 "pass: add up the losses, or use no_sync() for the forward passes whose gradients another one will "
                 "average."
             )
-        order = self._backward.ready_order
-        self._backward = Backward(self.buckets, len(self.parameters), Phase.AGAIN, may_leave_out=True)
+        order, used = self._backward.ready_order, UsedParameters(len(self.parameters), self.exchange.device)
+        self._backward = Backward(self.buckets, Phase.AGAIN, may_leave_out=True, used=used)
         self._backward.ready_order = order  # for the rebuild of the buckets
-        self._used_before, self._used = self._used, UsedParameters(len(self.parameters), self.exchange.device)
 
     def _end_of_further_backward(self) -> None:
-        self._is_through_outputs = False
+        self._backward.has_follower = False
         if self._backward.phase is Phase.AGAIN:  # not if only gradients of inputs were computed
             self._reduce_all()
 
@@ -340,37 +309,43 @@ class Reducer:
         """Begin the reduction at the first ready gradient; count unused parameters as ready."""
         self._start_exchange()
         self.times.record("backward_compute_time_start")
-        self._autograd_hooks.deferred[:] = self._backward.deferrable(first, self.unused, self.static_calls)
+        not_deferred = [first, *self.unused]
+        if self.static_calls is not None:  # and gradients that come in several calls from now on
+            calls = zip(self.static_calls, self._backward.calls, strict=True)
+            not_deferred += [index for index, (expected, done) in enumerate(calls) if expected - done > 1]
+        self._autograd_hooks.defer_others(not_deferred)
         if self.unused:
             self._mark_ready(self.unused)
 
     def _start_exchange(self) -> None:
+        exchange, backward = self.exchange, self._backward
         try:
-            self.exchange.begin_backward(self.hook.has_groups)
-            if self._backward.is_again:
-                self.exchange.agree_to_reduce_again()
-            self._divisor = n_live = self.exchange.process_group.size()
-            if self._live_ranks is not None and (self._divides_by_live_ranks or self.drift is not None):
-                self._live_ranks.wait()
-                n_live = int(self._live_ranks.result()[0].item())
-                if self._divides_by_live_ranks:
-                    self._divisor = n_live
-            if self.drift is not None and n_live == self.exchange.process_group.size():
-                exchange = self.exchange
+            exchange.begin_backward(self.hook.has_groups)
+            if backward.is_again:
+                exchange.agree_to_reduce_again()
+            backward.divisor = n_live = exchange.process_group.size()
+            if self._live_ranks is not None:
+                counting, divides_by_count = self._live_ranks
+                if divides_by_count or self.drift is not None:
+                    counting.wait()
+                    n_live = int(counting.result()[0].item())
+                if divides_by_count:
+                    backward.divisor = n_live
+            if self.drift is not None and n_live == exchange.process_group.size():
                 self.drift.begin(self.hook.state, exchange.n_passes, exchange.transport, exchange.device)
         except BaseException as error:
             self._leave_after(error, "the backward pass")
             raise
-        self._backward.phase = Phase.REDUCING
+        backward.phase = Phase.REDUCING
         if self.skip_unused:  # but a rank that has joined cannot know what is unused
-            unused = set() if self._backward.is_again or self._live_ranks is not None else set(self.unused)
-            self._backward.skipped = {bucket.position for bucket in self.buckets if unused.issuperset(bucket.members)}
-            last = max({bucket.position for bucket in self.buckets} - self._backward.skipped, default=None)
+            unused = set() if backward.is_again or self._live_ranks is not None else set(self.unused)
+            backward.skipped = {bucket.position for bucket in self.buckets if unused.issuperset(bucket.members)}
+            last = max({bucket.position for bucket in self.buckets} - backward.skipped, default=None)
             for bucket in self.buckets:
                 bucket.is_final = bucket.position == last
 
-    def _mark_ready(self, indices: Iterable[int]) -> None:
-        """Mark gradients ready, and launch the buckets that are complete now."""
+    def _mark_ready(self, indices: Iterable[int], incoming: Tensor | None = None) -> None:
+        """Mark gradients ready, and launch the buckets that are complete now. ``incoming``: see `AutogradHooks`."""
         backward, buckets, n_pending = self._backward, self.buckets, self._backward.n_pending
         for index in indices:
             if backward.ready[index]:
@@ -383,10 +358,10 @@ class Reducer:
             if bucket is buckets[-1]:
                 self.times.record("backward_compute_time_end")
             if bucket.position not in backward.skipped:
-                self._launch(bucket)
+                self._launch(bucket, incoming)
             backward.n_launched += 1
             if backward.may_leave_out and backward.n_launched == len(buckets):
-                self._used.exchange(self.exchange.transport, self.exchange.n_passes)
+                backward.used.exchange(self.exchange.transport, self.exchange.n_passes)
 
     def _unfinished(self) -> str:
         rank = dist.get_rank(self.exchange.process_group)
@@ -395,41 +370,29 @@ class Reducer:
 
     # Phase 3: buckets are launched.
 
-    def _launch(self, bucket: ReducerBucket) -> None:
+    def _launch(self, bucket: ReducerBucket, incoming: Tensor | None) -> None:
         """Start the reduction of a complete bucket."""
-        self.times.record("backward_comm_time_start")
-        index = self._backward.n_launched
+        if self.times.is_timed:  # most steps are not
+            self.times.record("backward_comm_time_start")
+        backward, index = self._backward, self._backward.n_launched
         try:
             has_graph = torch.is_grad_enabled()
             if has_graph:
                 warnings.warn(errors.CREATE_GRAPH, stacklevel=2)
             with profiler_range(bucket.launch_range), torch.no_grad() if has_graph else nullcontext():
-                backward, hook = self._backward, self.hook
-                bucket.divisor, bucket.n_passes = self._divisor, self.exchange.n_passes
-                is_used = self._used.local
+                is_used = backward.used.local
                 unused = [k for k, i in enumerate(bucket.members) if not is_used[i]] if backward.may_leave_out else ()
                 positions: Sequence[int] = ()
                 if self._shared_with:
                     shared = set(chain.from_iterable(self._shared_with.values()))
                     positions = [k for k, i in enumerate(bucket.members) if i in shared]
-                bucket.collect(hook.is_zero_copy, unused, positions, self._incoming)
-                future: Future[Tensor] | Handle | None = None
-                if hook.can_replay and bucket.plans is not None and bucket.plans.settings is not None:
-                    future = bucket.plans.replay(bucket, self.exchange.connections)
-                if future is None:
-                    future = self._run_comm_hook(bucket)
+                future = bucket.launch(self.hook, self.exchange, backward.divisor, unused, positions, incoming)
             if type(future) is not Handle and not isinstance(future, torch_internals.AnyFuture):
                 raise RuntimeError(errors.NO_FUTURE.format(kind=type(future)))
-            self._backward.futures[index] = future
+            backward.futures[index] = future
         except BaseException as error:
             self._leave_after(error, f"the communication hook of bucket {index}")
             raise
-
-    def _run_comm_hook(self, bucket: ReducerBucket) -> Future[Tensor]:
-        exchange, hook = self.exchange, self.hook
-        bucket.process_group, bucket.model_number = exchange.process_group, exchange.number
-        bucket.note_use = exchange.note_use if hook.has_groups else None
-        return hook.function(hook.state, bucket)
 
     # Phase 4: results become gradients.
 
@@ -438,13 +401,13 @@ class Reducer:
 
         The gradients of delayed parameters are averaged while the buckets are in flight.
         """
+        backward, connections = self._backward, self.exchange.connections
         if self._delayed is not None:
             with self.leaving("the all-reduce of the delayed parameters"), torch.no_grad():
-                self._all_reduce(self._delayed.collect().div_(self._divisor))
-        backward, connections = self._backward, self.exchange.connections
+                self._all_reduce(self._delayed.collect().div_(backward.divisor))
         backward.phase = Phase.DONE
         # Hooks divide by the world size, but joined ranks sent zeros: rescale.
-        scale = self.exchange.process_group.size() / self._divisor if self.hook.is_registered else 1
+        scale = self.exchange.process_group.size() / backward.divisor if self.hook.is_registered else 1
         self.n_reduced = len(backward.futures) - backward.futures.count(None)
         try:
             with profiler_range("gradwire::wait for buckets"), torch.no_grad():
@@ -452,7 +415,7 @@ class Reducer:
                 if self.drift is not None:  # before optimizers in the backward step
                     self.drift.finish(self.exchange.process_group, connections.check_peers)
                 if backward.may_leave_out and not self.exchange.has_streams:  # on a GPU, the host would wait
-                    self._used.check_passes()
+                    backward.used.check_passes()
                 for index, bucket in enumerate(self.buckets):
                     if backward.futures[index] is not None:
                         self._finish(index, bucket, scale)
@@ -468,30 +431,27 @@ class Reducer:
             bucket.release()
         backward.futures.clear()
         self.times.record("backward_comm_time_end")
-        if self._live_ranks is not None:
-            self._forget_forward()
-        if backward.is_again:
-            self._used.clear()
-            self._used = self._used_before
-        elif backward.may_leave_out and not self.static_graph:  # with a static graph, found in its first backward
-            self._used.clear()
+        # With a static graph, the first backward has found them.
+        if backward.may_leave_out and (backward.is_again or not self.static_graph):
+            backward.used.clear()
+        backward.used = self._used
         if self._delayed is not None and self.runs_optimizers:
-            run_optimizers(self._delayed.parameters)
+            torch_internals.step_optimizers(self._delayed.parameters)
         if self._upcast_stream is not None and self.skip_unused:  # PyTorch's hook does not see a skipped bucket
             torch_internals.restore_parameters(self.parameters)
         self._count_reduction()
 
     def _finish(self, index: int, bucket: ReducerBucket, scale: float) -> None:
         """Wait for a bucket's result, and write it into its gradients."""
-        futures = self._backward.futures
+        backward, futures = self._backward, self._backward.futures
         future: Any = futures[index]
         value: Any = future.wait() if type(future) is Handle else wait_for(future, self.exchange.check_in_step)
         result = value if isinstance(value, Tensor) else value[0]  # `tensor_in`
-        used = {k: self._used.used_anywhere(bucket.members[k]) for k in bucket.stand_ins} if bucket.stand_ins else {}
+        used = {k: backward.used.used_anywhere(bucket.members[k]) for k in bucket.stand_ins} if bucket.stand_ins else {}
         bucket.finish(result, scale, used, self.hook.take_back)
         if self.runs_optimizers:
             futures[index] = None  # applied: must not return to the error memory if a later bucket fails
-            run_optimizers(bucket.parameters())
+            torch_internals.step_optimizers(bucket.parameters())
 
     def _count_reduction(self) -> None:
         """Ranks rebuild their buckets together, after the first reduction, or the second one of a static graph.
@@ -564,7 +524,7 @@ class Reducer:
                     with suppress(Exception), torch.no_grad():  # never applied: back to the hook's error memory
                         bucket.discard(tensor_in(result), take_back)
         self._backward.futures.clear()  # a frame of the error's traceback may hold them, and a future holds its error
-        self._forget_forward()
+        self._post_backward_futures = []
         self.forward_is_running = False
         self._begin(Phase.DONE)
         return elsewhere
@@ -600,14 +560,19 @@ class Reducer:
         """Declare that every backward uses the same parameters as the first one, equally often."""
         if self.times.iterations > 0:
             self._raise(errors.STATIC_GRAPH_TOO_LATE.format(iterations=self.times.iterations))
-        self.static_graph = self._may_leave_out = True
+        self.static_graph = self._backward.may_leave_out = True
+
+    def _queue_delay(self) -> None:
+        if not self._backward.is_delay_queued:
+            self._backward.is_delay_queued = True
+            queue_callback(self._delay_all_reduce)
 
     def _delay_all_reduce(self) -> None:
         """Reduce all buckets at the end of the first backward of a static graph, and keep the calls of its hooks."""
+        self._backward.is_delay_queued = False
         if self._backward.phase is Phase.DONE:  # no_sync counts nothing
             return
         if not any(self._backward.calls):  # a backward to the inputs alone; the next one of this forward may reach more
-            self._backward.is_delay_due = True
             return
         self.static_calls = self._backward.calls
         self.unused = [index for index, calls in enumerate(self.static_calls) if calls == 0]
@@ -630,8 +595,7 @@ class Reducer:
 
     def _set_forward_pass_work_handle(self, work: dist.Work, use_static_world_size: bool) -> None:
         """Divide by the rank count that ``work`` sums, or by the world size if that is static."""
-        self._live_ranks, self._divides_by_live_ranks = work, not use_static_world_size
-        self._is_in_join = True
+        self._live_ranks = work, not use_static_world_size
 
     @torch.no_grad()
     def reduce_zeros(self) -> None:
@@ -641,11 +605,11 @@ class Reducer:
         with self.leaving("a backward pass of the ranks with inputs left"):
             exchange.begin_backward(self.hook.has_groups)
             buckets: list[ReducerBucket] = [bucket.with_zeros(self.hook.is_zero_copy) for bucket in self.buckets]
-            futures = []
-            for bucket in buckets:
-                bucket.divisor = exchange.process_group.size()
-                futures.append(self._run_comm_hook(bucket))
-            counts = self._used.exchange_none(exchange.transport) if self._may_leave_out else ()
+            futures: list[Any] = [
+                bucket.launch(self.hook, exchange, exchange.process_group.size()) for bucket in buckets
+            ]
+            may_leave_out = self.find_unused_parameters or self.static_graph
+            counts = self._used.exchange_none(exchange.transport) if may_leave_out else ()
             unused = {name for name, count in zip(self.options.names, counts, strict=False) if count == 0}
             if self._delayed is not None:
                 self._all_reduce(torch.zeros_like(self._delayed.buffer))
@@ -709,7 +673,7 @@ class Reducer:
         self._used = UsedParameters(len(self.parameters), self.exchange.device)
         if self.drift is not None:
             self.drift.restart()
-        self._forget_forward()
+        self._live_ranks, self._post_backward_futures = None, []
         self._begin(Phase.DONE)
         self.has_rebuilt_buckets = self._has_reduced = False
 
@@ -741,77 +705,6 @@ class Reducer:
         self.exchange.update_process_group(process_group)
 
 
-class Phase(Enum):
-    """The progress of a backward."""
-
-    PREPARED = "no gradient is ready yet"
-    REDUCING = "gradients are ready, and buckets are launched once they are complete"
-    DONE = "all results are in the gradients, or the backward was discarded"
-    AGAIN = "gradients of a further backward of a synchronized forward come in; its end reduces all buckets"
-
-
-class Backward:
-    """The state of one synchronized backward pass.
-
-    A gradient is *ready* once autograd adds nothing more to it. A bucket is *complete* once all its gradients are
-    ready. It is *launched* once it and all buckets before it are complete.
-
-    Args:
-        buckets: the buckets.
-        n_parameters: number of parameters.
-        phase: the first phase.
-        may_leave_out: whether parameters may stay without a gradient: the ranks then exchange which have one.
-    """
-
-    def __init__(self, buckets: Sequence[ReducerBucket], n_parameters: int, phase: Phase, may_leave_out: bool) -> None:
-        self.phase, self.may_leave_out = phase, may_leave_out
-        self.is_again = phase is Phase.AGAIN  # whether it is not the first of its forward
-        self.ready = bytearray(n_parameters)  # 1 for each parameter whose gradient is ready
-        self.ready_order: list[int] = []  # of parameters, as autograd completed their gradients; without unused ones
-        self.n_pending = [len(bucket.members) for bucket in buckets]  # gradients that each bucket still waits for
-        self.expected_in = -1  # position of the bucket of which a hook is not deferred, so that its end is noticed
-        self.calls = [0] * n_parameters  # of each parameter's autograd hook, with a static graph
-        self.is_delay_due = False  # whether the first of these calls queues `_delay_all_reduce`
-        self.n_launched = 0  # buckets, skipped ones included
-        self.skipped: set[int] = set()  # positions of the buckets that are not reduced: no parameter of them is used
-        # None before the launch, and if not reduced.
-        self.futures: list[Future[Any] | Handle | None] = [None] * len(buckets)
-
-    @property
-    def missing(self) -> list[int]:
-        """The parameters whose gradients are not ready."""
-        return [index for index, is_ready in enumerate(self.ready) if not is_ready]
-
-    def take_values(self) -> list[Any]:
-        """The values of the futures that are done; None for the others and for failed ones. Drops the futures.
-
-        On a GPU, the current stream waits for the values.
-        """
-        values = []
-        while self.futures:
-            future = self.futures.pop(0)
-            try:
-                values.append(future.wait() if future is not None and future.done() else None)
-            except Exception as error:
-                clear_frames(error)
-                values.append(None)
-            finally:
-                del future  # it holds the error, too
-        return values
-
-    def deferrable(self, first: int, unused: Sequence[int], expected_calls: Sequence[int] | None) -> bytearray:
-        """The `AutogradHooks.deferred` to begin with: not gradients that come ``first``, never, or in several calls."""
-        mask = bytearray(b"\1") * len(self.ready)
-        for index in unused:
-            mask[index] = 0
-        if expected_calls is not None:
-            for index, (expected, calls) in enumerate(zip(expected_calls, self.calls, strict=True)):
-                if expected - calls > 1:
-                    mask[index] = 0
-        mask[first] = 0
-        return mask
-
-
 class AutogradHooks:
     """Hooks on the autograd nodes of the parameters, which call back only where a gradient can complete a bucket.
 
@@ -839,8 +732,8 @@ class AutogradHooks:
         # The nodes must not keep the reducer alive: a module may be wrapped again, and the old reducer is then freed.
         method = weakref.WeakMethod(notify)
         self._hooks = [_make_hook(index, self.recorded, self.deferred, method) for index in range(len(self.nodes))]
-        self._handles = [node.register_hook(hook) for node, hook in zip(self.nodes, self._hooks, strict=True)]
-        weakref.finalize(self, _remove_all, self._handles)
+        handles = [node.register_hook(hook) for node, hook in zip(self.nodes, self._hooks, strict=True)]
+        self.remove = weakref.finalize(self, _remove_all, handles)  # removes the hooks
 
     def reset(self) -> None:
         """Drop the recorded indices, and defer no hook any longer."""
@@ -850,6 +743,13 @@ class AutogradHooks:
     def record(self, index: int) -> None:
         """Act as the hook of a parameter whose gradient came through another autograd node."""
         self._hooks[index](None, (None,))
+
+    def defer_others(self, indices: Iterable[int]) -> None:
+        """Defer all hooks but those of these parameters."""
+        mask = bytearray(b"\1") * len(self.deferred)
+        for index in indices:
+            mask[index] = 0
+        self.deferred[:] = mask
 
     def expect(self, members: Iterable[int], ready: bytearray) -> None:
         """Stop deferring the hook of the first of these parameters whose gradient is not ready."""
@@ -872,10 +772,6 @@ class AutogradHooks:
                 return index
         return None
 
-    def remove(self) -> None:
-        """Remove the hooks."""
-        _remove_all(self._handles)
-
 
 def _make_hook(
     index: int, recorded: list[int], deferred: bytearray, notify: weakref.WeakMethod[Callable[[Tensor | None], None]]
@@ -895,7 +791,6 @@ def _make_hook(
 def _remove_all(handles: list[RemovableHandle]) -> None:
     for handle in handles:
         handle.remove()
-    handles.clear()
 
 
 TIMED_ITERATIONS = 10  # number of first iterations that are all timed
@@ -920,7 +815,7 @@ class StepTimes:
         self.iterations = 0  # synchronized forwards so far
         self.reported = 0  # index of the last timed iteration, which PyTorch reports as the iteration
         self._device, self._is_gpu = device, device.type == "cuda"
-        self._is_timed = False
+        self.is_timed = False  # whether events of this iteration are recorded
         self._marks: dict[str, Any] = {}  # nanoseconds, or on a GPU events
         self._unix_times: dict[str, int] = {}
         self._last: dict[str, int] = {}
@@ -931,8 +826,8 @@ class StepTimes:
         """Count a synchronized forward; add the previous step's times to the averages."""
         self._settle()
         is_due = self.iterations <= TIMED_ITERATIONS or self.iterations % self.sample_rate == 0
-        self._is_timed = is_due and not (self._is_gpu and is_capturing(self._device))
-        if self._is_timed:
+        self.is_timed = is_due and not (self._is_gpu and is_capturing(self._device))
+        if self.is_timed:
             self.reported = self.iterations
             self._marks, self._unix_times = {}, {}
         self.iterations += 1
@@ -940,10 +835,10 @@ class StepTimes:
 
     def record(self, event: str) -> None:
         """Record the time of an event in ``_DURATIONS``: the first of its name in an iteration that is timed."""
-        if not self._is_timed or event in self._marks:
+        if not self.is_timed or event in self._marks:
             return
         if self._is_gpu and is_capturing(self._device):
-            self._is_timed, self._marks, self._unix_times = False, {}, {}
+            self.is_timed, self._marks, self._unix_times = False, {}, {}
             return
         self._marks[event] = torch.cuda.Event(enable_timing=True) if self._is_gpu else time.perf_counter_ns()
         if self._is_gpu:
@@ -960,7 +855,7 @@ class StepTimes:
             self._last[name] = max(0, int(1e6 * begin.elapsed_time(end)) if self._is_gpu else end - begin)
             self._sums[name] = self._sums.get(name, 0) + self._last[name]
         self._n_timed += 1
-        self._is_timed, self._marks = False, {}
+        self.is_timed, self._marks = False, {}
 
     def summary(self) -> dict[str, int]:
         """The last durations, the Unix times of their events, and the averages, under PyTorch's names."""
@@ -969,46 +864,21 @@ class StepTimes:
         return self._last | self._unix_times | averages
 
 
-def _make_output_hook(reference: weakref.ref[Reducer]) -> Callable[[Tensor], None]:
-    """A hook of a forward's outputs, which notices a further backward of a synchronized forward.
+def _make_output_hook(reference: weakref.ref[Reducer], is_synchronized: bool) -> Callable[[Tensor], None]:
+    """A hook of a forward's outputs; see `Reducer.watch_outputs`.
 
     It must not keep the reducer alive: nothing collects cycles through C++.
     """
 
     def hook(_: Tensor) -> None:
         reducer = reference()
-        if reducer is None or reducer._backward.phase is not Phase.DONE or reducer._is_through_outputs:
+        if reducer is None:
             return
-        reducer._is_through_outputs = True
-        queue_callback(reducer._end_of_further_backward)
+        backward = reducer._backward
+        if reducer.static_graph and reducer.static_calls is None:
+            reducer._queue_delay()
+        elif is_synchronized and backward.phase is Phase.DONE and not backward.has_follower:
+            backward.has_follower = True
+            queue_callback(reducer._end_of_further_backward)
 
     return hook
-
-
-def default_reduction(exchange: Exchange, bucket: ReducerBucket) -> Future[Tensor]:
-    """Start to average a bucket's gradients, bitwise equal to PyTorch's DDP. The future has the result.
-
-    gloo's threads sum dense gradients on a CPU, several buckets at once; all others are reduced in the executor.
-    """
-    if isinstance(bucket, DenseBucket) and not exchange.has_streams:
-        return exchange.transport.start_all_reduce(bucket.scale_into_buffer())
-
-    @repeatable
-    async def algorithm(step: Step) -> None:
-        assert isinstance(bucket, DenseBucket)
-        if bucket.as_view:
-            await step.transport.all_reduce(bucket.scale_into_buffer())
-        else:
-            await cast_all_reduce(step, divisor=bucket.divisor)
-
-    return reduce_bucket(exchange.connections, bucket, algorithm, settings_of("all-reduce"), divisor=bucket.divisor)
-
-
-def run_optimizers(parameters: Sequence[Tensor]) -> None:
-    """Step the optimizers of ``apply_optimizer_in_backward``, and clear the gradients."""
-    for parameter in parameters:
-        optimizers = getattr(parameter, "_in_backward_optimizers", ())
-        for optimizer in optimizers:
-            optimizer.step()
-        if optimizers:
-            parameter.grad = None

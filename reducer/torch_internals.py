@@ -5,24 +5,22 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import unwrap
-from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
-from torch._compile import _disable_dynamo
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.hooks import RemovableHandle
 
 from gradwire.comm.torch_internals import private_names
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
 with private_names():
+    from torch._compile import _disable_dynamo
     from torch.nn.parallel.distributed import _find_tensors
 
+    # Excludes a function from tracing, like ``torch.compiler.disable``, which would import the compiler at once.
+    not_compiled = _disable_dynamo
     AnyFuture = torch._C.Future  # `Future.then` returns one of this base class of the public one
     BuiltinCommHookType = c10d.BuiltinCommHookType
     DEFAULT_FIRST_BUCKET_BYTES: int = c10d._DEFAULT_FIRST_BUCKET_BYTES
@@ -134,6 +132,16 @@ def optimizer_hooks() -> Mapping[Tensor, Sequence[RemovableHandle]]:
     return handles
 
 
+def step_optimizers(parameters: Iterable[Tensor]) -> None:
+    """Step the optimizers of ``apply_optimizer_in_backward``, and clear the gradients."""
+    for parameter in parameters:
+        optimizers = getattr(parameter, "_in_backward_optimizers", ())
+        for optimizer in optimizers:
+            optimizer.step()
+        if optimizers:
+            parameter.grad = None
+
+
 def restore_parameters(parameters: Iterable[Tensor]) -> None:
     """With mixed precision: point parameters back at their own values after a forward without a backward."""
     for parameter in parameters:
@@ -147,11 +155,6 @@ def remove_copy_hooks(parameters: Iterable[Tensor]) -> None:
         if hasattr(parameter, "_ddp_mp_hook_state"):
             parameter._ddp_mp_hook_state[1].remove()
             del parameter._ddp_mp_hook_state
-
-
-def not_compiled(function: Callable[P, T]) -> Callable[P, T]:
-    """Exclude ``function`` from tracing, like ``torch.compiler.disable``, which would import the compiler at once."""
-    return _disable_dynamo(function)
 
 
 def uses_python_reducer() -> bool:

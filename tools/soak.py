@@ -117,7 +117,7 @@ class Training:
                 self.ddp(inputs)
         loss = self.ddp(inputs).square().mean()
         if place == "hook":
-            with mock.patch.object(reducer, "_run_comm_hook", _fail):
+            with mock.patch.object(reducer, "hook", reducer.hook._replace(function=_fail)):
                 loss.backward()
         if place == "end of the backward":
             with mock.patch.object(reducer, "_finish", _fail):

@@ -141,17 +141,17 @@ class FailsInBackward(torch.autograd.Function):
 @contextmanager
 def failing_hook(ddp, index):
     """Let the hook of one bucket raise `Fault` on this rank, once the results of the buckets before it are there."""
-    run, earlier = ddp.reducer._run_comm_hook, []
+    hook, earlier = ddp.reducer.hook, []
 
-    def failing(bucket):
+    def failing(state, bucket):
         if bucket.index() == index:
             for future in earlier:
                 future.wait()
             raise Fault
-        earlier.append(run(bucket))
+        earlier.append(hook.function(state, bucket))
         return earlier[-1]
 
-    with mock.patch.object(ddp.reducer, "_run_comm_hook", failing):
+    with mock.patch.object(ddp.reducer, "hook", hook._replace(function=failing)):
         yield
 
 

@@ -25,7 +25,7 @@ from gradwire.compress import (
     quantized_all_reduce,
     scaled_cast_all_reduce,
 )
-from gradwire.reducer.reducer import Backward
+from gradwire.reducer.backward import Backward
 from tests.support.stream_double import Race, Stream, StreamTransport, stream_double
 
 CPU = torch.device("cpu")

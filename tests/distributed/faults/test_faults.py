@@ -46,16 +46,16 @@ def fault(ddp, where, at):
             fails = layer.register_forward_hook(lambda module, inputs, output: FailsInBackward.apply(output))
             stack.callback(fails.remove)
         elif where in ("hook", "submitted"):
-            run = ddp.reducer._run_comm_hook
+            hook = ddp.reducer.hook
 
-            def hook(bucket_in_flight):
+            def failing(state, bucket_in_flight):
                 if bucket_in_flight.index() != index:
-                    return run(bucket_in_flight)
+                    return hook.function(state, bucket_in_flight)
                 if where == "submitted":
-                    run(bucket_in_flight)
+                    hook.function(state, bucket_in_flight)
                 raise Fault
 
-            stack.enter_context(mock.patch.object(ddp.reducer, "_run_comm_hook", hook))
+            stack.enter_context(mock.patch.object(ddp.reducer, "hook", hook._replace(function=failing)))
         elif where == "collective":
             start, left = GroupTransport.start, iter(range(at % 5, -1, -1))
 

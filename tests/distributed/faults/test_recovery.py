@@ -172,16 +172,16 @@ def test_results_of_a_failed_step_return_to_the_error_memory_of_every_rank(kind,
     batch = local.batch(own_batches())
     training.ddp.zero_grad()
     last = training.ddp.reducer.buckets[-1]
-    run = training.ddp.reducer._run_comm_hook
+    hook = training.ddp.reducer.hook
 
-    def run_all_but_the_last(bucket):
+    def run_all_but_the_last(state, bucket):
         if bucket is not last or dist.get_rank() != 1:
-            return run(bucket)
+            return hook.function(state, bucket)
         failed = torch.futures.Future()
         failed.set_exception(Fault())
         return failed
 
-    with mock.patch.object(training.ddp.reducer, "_run_comm_hook", run_all_but_the_last):
+    with mock.patch.object(training.ddp.reducer, "hook", hook._replace(function=run_all_but_the_last)):
         error = error_of(training.ddp(*batch).backward)
     local(*batch).backward()
     ledger.add(gradients(local), dict.fromkeys(ledger.lost))

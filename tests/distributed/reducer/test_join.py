@@ -10,7 +10,7 @@ from torch import nn
 from gradwire.comm import LocalTransport, Workspace, run_algorithm
 from gradwire.compress import Step
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
-from gradwire.reducer import reducer
+from gradwire.reducer import bucket as buckets
 from gradwire.reducer.bucket import BucketSpec, DenseBucket
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
 from tests.support.features import UNDER_HOOKS, Parts, assert_parity, over, views, wrap, zero_grad
@@ -103,7 +103,7 @@ def test_law4_join_with_early_termination_error_matches_pytorch(lengths):
 @views
 def test_default_reduction_outside_cpus_divides_by_bucket_divisor(monkeypatch, view):
     submitted = []
-    monkeypatch.setattr(reducer, "reduce_bucket", lambda *arguments, **_: submitted.append(arguments[2]))
+    monkeypatch.setattr(buckets, "reduce_bucket", lambda *arguments, **_: submitted.append(arguments[2]))
     local = [torch.randn(shape, generator=torch.Generator().manual_seed(0)) for shape in ((5, 7), (11,), ())]
     parameters = [nn.Parameter(torch.zeros_like(each)) for each in local]
     names = [str(i) for i in range(len(parameters))]
@@ -113,7 +113,7 @@ def test_default_reduction_outside_cpus_divides_by_bucket_divisor(monkeypatch, v
         parameter.grad = gradient.clone()
     bucket.divisor = 5
     bucket.collect(zero_copy=True)
-    reducer.default_reduction(SimpleNamespace(connections=None, has_streams=True), bucket)
+    buckets.default_reduction(SimpleNamespace(connections=None, has_streams=True), bucket)
     (algorithm,), workspace = submitted, Workspace(torch.device("cpu"))
     run_algorithm(algorithm(Step(*bucket.work()[:2], None, 0, transport, workspace)), transport)
     bucket.finish(bucket.work().result, 1, {})

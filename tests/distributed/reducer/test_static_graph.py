@@ -103,6 +103,28 @@ def test_static_graph_with_dataclass_output_is_reduced(view):
         assert_same_bits(grads, [torch.full((3,), mean), torch.full((2,), mean)])
 
 
+class TwoOutputs(torch.nn.Module):
+    """An output for each of two numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.numbers = torch.nn.ParameterList(torch.nn.Parameter(torch.ones(1)) for _ in range(2))
+
+    def forward(self, x):
+        return [x * number for number in self.numbers]
+
+
+# PyTorch's static graph counts the parameters of the second output in the first step, and raises in the third.
+@on_ranks(2)
+def test_static_graph_leaves_out_outputs_without_a_loss():
+    ddp = wrap("gradwire", TwoOutputs(), static_graph=True)
+    for step in range(4):
+        ddp.zero_grad()
+        ddp(torch.full((1,), 2.0 * (step + dist.get_rank())))[0].backward()
+        first, second = (number.grad for number in ddp.module.numbers)
+        assert (first.item(), second) == (2 * step + 1, None)
+
+
 @on_ranks(2)
 def test_gradients_of_the_inputs_alone_do_not_tell_a_static_graph_what_is_unused():
     ddp, twin = (wrap("gradwire", Parts(), static_graph=True) for _ in range(2))
