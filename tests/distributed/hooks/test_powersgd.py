@@ -1,11 +1,13 @@
 """PowerSGD: the laws, for its results and its error memory."""
 
 import math
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from gradwire.comm import transport
 from gradwire.hooks.powerSGD_hook import powerSGD_hook
 from tests.support.bits import assert_same_bits
 from tests.support.powersgd_steps import (
@@ -115,6 +117,19 @@ def test_law1_gradients_of_many_steps_equal_results_and_remaining_errors(worlds,
     for rank_totals in zip(*(totals for totals, _ in results), strict=True):
         gradient, result, error, bound = (sum(parts) for parts in zip(*rank_totals, strict=True))
         # Measured: up to 0.2 of the bound, because roundings seldom all point one way.
+        assert ((gradient - result - error).abs() <= bound * NEARLY_ONE).all()
+
+
+@pytest.mark.parametrize("variant", ["int8_factors", "alternating_int4_factors"])
+@on_ranks(3)
+def test_law1_holds_for_quantized_factors_in_several_pieces(variant):
+    with mock.patch.object(transport, "MAX_CELL_BYTES", 64):
+        assert transport.pieces_on_gloo(24 * 16, 3) > 1
+        totals, _ = conserved(steps=20, **CONSERVING[variant])
+    for sums in totals:
+        gradient, result, error, bound = map(torch.clone, sums)
+        for each in (gradient, result, error, bound):
+            dist.all_reduce(each)
         assert ((gradient - result - error).abs() <= bound * NEARLY_ONE).all()
 
 
