@@ -187,7 +187,10 @@ STEPS_TO_TARGET = {
 # Training loss of a byte-level GPT with 0.7 M parameters after 2,000 steps on two ranks, in nats per byte above that of
 # no hook with the same batches: the means over the seeds in bench/results/converge_long_text.jsonl.
 LOSS_GAPS = {
+    "int8": -0.002,
     "int4": 0.001,
+    "int2": 0.117,
+    "sign": 0.301,
     "powersgd-r16": 0.010,
     "powersgd-r16-int8": 0.012,
 }

@@ -63,6 +63,7 @@ class BucketBase(hooks.Bucket):
         self._parameters = spec.parameters
         self._names = spec.names
         self.members = spec.members
+        self.divisor = 1  # of the default reduction's sums, until `launch` knows it
         # For hooks; `launch` sets the others.
         self.position, self.is_final, self.first = spec.index, spec.is_last, spec.parameters[0]
         self.device, self.dtype = spec.parameters[0].device, spec.parameters[0].dtype.to_real()

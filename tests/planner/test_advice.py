@@ -57,14 +57,14 @@ def all_hooks():
         hook("none", 10**8, 0.0),
         hook("bf16", 5 * 10**7, 0.01),
         hook("int4", 10**7, 0.1),
-        hook("int2", 5 * 10**6, 0.1),
+        hook("powersgd-r16", 5 * 10**6, 0.1),
     )
 
 
 def test_tie_recommends_hook_with_most_bytes():
     advice = advise(measured(2e9, *all_hooks(), hook("int8", 2 * 10**7, 0.04)))
     times = {each.hook: each.speed_up for each in advice.predictions}
-    assert times["int8"] == pytest.approx(times["int2"])
+    assert times["int8"] == pytest.approx(times["powersgd-r16"])
     assert advice.recommended == "int8"
 
 
@@ -143,11 +143,11 @@ def test_report_warns_of_steps_that_vary():
 def test_narrow_terminal_gets_every_cell_next_to_its_hook(width):
     case = measured(1e7, *all_hooks())
     whole, narrow = (printed(case, columns).splitlines() for columns in (200, width))
-    for name in ("no hook", "bf16", "int4", "int2"):
-        (row,) = [line for line in whole if line.startswith(f"{name} ")]
-        parts = [line.removeprefix(name) for line in narrow if line.startswith(f"{name} ")]
+    table = narrow[narrow.index("") : 1 + max(i for i, line in enumerate(narrow) if line.startswith("no hook "))]
+    for name in ("no hook", "bf16", "int4", "powersgd-r16"):
+        (row,) = [line for line in whole if re.match(rf"{name} +\d", line)]
+        parts = [line.removeprefix(name) for line in table if line.startswith(f"{name} ")]
         assert " ".join(parts).split() == row.removeprefix(name).split()
-    table = narrow[narrow.index("") : max(i for i, line in enumerate(narrow) if line.startswith("no hook "))]
     assert all(len(line) <= width for line in table)
 
 
@@ -186,11 +186,11 @@ def test_aggressive_hooks_are_those_that_took_more_steps_or_were_not_trained():
 
 def test_aggressive_hook_is_named_and_not_recommended():
     case = measured(1e7, *all_hooks(), hook("powersgd-r1", 10**5, 0.0))
-    assert advise(case).recommended == "int2"
+    assert advise(case).recommended == "powersgd-r16"
     names = [line.split()[0] for line in printed(case).splitlines() if line.startswith(("int", "bf16", "powersgd"))]
-    assert names[:4] == ["powersgd-r1!", "int2", "int4", "bf16"]
+    assert names[:4] == ["powersgd-r1!", "powersgd-r16", "int4", "bf16"]
     assert "!: aggressive: a loss gap over 0.015; without one, over 10 % more steps" in told(case)
-    assert printed(case).rstrip().endswith(HOOKS["int2"].code)
+    assert printed(case).rstrip().endswith(HOOKS["powersgd-r16"].code)
     assert re.search(
         r"powersgd-r1 would be \d+\.\d\dx as fast as without a hook, but was not trained: comp", told(case)
     )
@@ -200,7 +200,7 @@ def test_aggressive_hook_is_named_and_not_recommended():
         in told(trained)
     )
     near = measured(1e7, *all_hooks(), hook("powersgd-r1", 5 * 10**6, 0.0))
-    assert "would be" not in told(near), "not 5 % faster than int2"
+    assert "would be" not in told(near), "not 5 % faster than powersgd-r16"
     assert [each["is_aggressive"] for each in json.loads(to_json(case, advise(case)))["predictions"]] == [
         *[False] * 4,
         True,
