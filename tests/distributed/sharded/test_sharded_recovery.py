@@ -85,7 +85,7 @@ def errors_of(attachment, weight=1.0):
     """All errors of the model, by parameter name. ``weight``: of a replica's mean in the gradient."""
     saved = attachment.state_dict()
     weights = {"errors": weight, "within": 1.0}
-    memory = [(weights[entry], whole(saved[entry].items())) for entry in weights if entry in saved]
+    memory = [(weights[entry], whole(saved[entry].items())) for entry in weights if saved.get(entry)]
     return {name: sum(each_weight * each[name] for each_weight, each in memory) for name in memory[0][1]}
 
 
