@@ -65,9 +65,9 @@ def reduce_bucket(
             steps = sparse_all_reduce(result, transport, divisor or transport.world_size)
         else:
             steps = algorithm(Step(work.source, work.target, memory, number, transport, workspace, names, n_passes))
-        return (
-            steps if sample is None else sample.measured(steps, is_final, device, work and work[:2], memory, transport)
-        )
+        if sample is not None:
+            steps = sample.measured(steps, is_final, device, work and work[:2], memory, transport)
+        return steps
 
     # PyTorch's DDP raises "Unable to cast ... to Tensor", without a traceback.
     log = functools.partial(logger.exception, FAILED, name, position) if isinstance(bucket, TorchBucket) else None

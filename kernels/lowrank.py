@@ -249,28 +249,32 @@ def reconstruct_cpu(operands: Operands, p: Tensor, q: Tensor, finite: Tensor) ->
     _renew_and_unflatten(operands, p, q, finite, renew_cpu)
     ps = table.p.cached_views(p) if p.dtype == compute else table.p.views(p.to(compute))
     qs = table.q.cached_views(q) if q.dtype == compute else table.q.views(q.to(compute))
-    flags, ranks, own, is_narrow = finite.tolist(), table.p.ranks, operands.own, table.dtype != compute
-    if own is not None:  # this rank's factors below the received ones: [2 r, n] and [2 r, m]
-        mine = _own_factors(own, table, p.to(compute), q.to(compute))
-        own_ps, own_qs = table.p.views(mine[0]), table.q.views(mine[1])
-        ps, qs = ([torch.cat(pair) for pair in zip(*sides, strict=True)] for sides in ((ps, own_ps), (qs, own_qs)))
-    for i, source, target, *error, columns in _blocks(table, ps, operands.source, operands.target, operands.error):
+    flags, own, is_narrow = finite.tolist(), operands.own, table.dtype != compute
+    own_rows, own_qs = None, qs
+    if own is not None:
+        own_p, own_q = _own_factors(own, table, p.to(compute), q.to(compute))
+        own_rows, own_qs = [each.t() for each in table.p.views(own_p)], table.q.views(own_q)
+    parts = (operands.source, operands.target, operands.error, own_rows)
+    for i, source, target, *kept, columns in _blocks(table, ps, *parts):  # kept: the block of E, and of P_own
         if not flags[i]:  # on some rank: E stays as it was, on all ranks
             target.fill_(torch.nan)
             continue
-        r, scratch = ranks[i], table.scratch[i][: len(target)]
-        for e in error:  # M, before the result overwrites G, or M
-            e.copy_(target) if operands.keep else e.add_(source)
-            if own is not None:
-                e.sub_(torch.mm(columns[r:].t(), qs[i][r:], out=scratch))
-        product = torch.mm(columns[:r].t(), qs[i][:r], out=scratch)
+        error: Any = kept[0] if kept else None
+        scratch = table.scratch[i][: len(target)]
+        if error is not None and operands.keep:  # M, before the result overwrites it
+            error.copy_(target)
+        elif error is not None:
+            error.add_(source)
+        if own is not None:
+            error.sub_(torch.mm(kept[1], own_qs[i], out=scratch))
+        product = torch.mm(columns.t(), qs[i], out=scratch)
         if own is not None and is_narrow:  # what the result is cut off and rounded by stays in E
-            error[0].add_(product)
+            error.add_(product)
         if is_narrow:
             product.clamp_(-table.limit, table.limit)
         target.copy_(product)
-        if error and (own is None or is_narrow):
-            error[0].sub_(target)
+        if error is not None and (own is None or is_narrow):
+            error.sub_(target)
 
 
 def renew_cpu(

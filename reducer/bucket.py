@@ -480,9 +480,7 @@ def default_reduction(exchange: Exchange, bucket: ReducerBucket) -> Future[Tenso
     gloo's threads sum dense gradients on a CPU, several buckets at once; all others are reduced in the executor.
     """
     if isinstance(bucket, DenseBucket) and not exchange.has_streams:
-        # `Exchange.transport`, without the call
-        transport = exchange.connections.transport("backward", bucket.device, exchange.check_in_step)
-        return transport.start_all_reduce(bucket.scale_into_buffer())
+        return exchange.transport.start_all_reduce(bucket.scale_into_buffer())
 
     @repeatable
     async def algorithm(step: Step) -> None:
