@@ -19,7 +19,7 @@ from gradwire.bench import launch
 from gradwire.bench.converge import PLAIN_STEPS, implementations_of, ramps
 from gradwire.bench.implementations import GRADWIRE, PYTORCH
 from gradwire.bench.record import Measured, Metric, Record, records_of, unique
-from gradwire.bench.tables import Cell, Group, Table, count, format_value, groups_of, median_of, pivot
+from gradwire.bench.tables import Cell, Group, Table, count, difference, format_value, groups_of, median_of, pivot
 from gradwire.bench.tasks import OPTIMIZERS, TASKS, TRAINED_HOOKS, Task, Training, describe
 from gradwire.hooks._settings import HookSettings
 from gradwire.planner.hook_registry import display_name
@@ -94,8 +94,12 @@ def checkpoints_of(steps: int) -> list[int]:
     return [steps // 4, steps // 2, steps]
 
 
-def measure(task: str, optimizers: Sequence[str], hooks: Sequence[str], steps: int, seeds: int) -> Measured:
+def measure(
+    task: str, optimizers: Sequence[str], hooks: Sequence[str], steps: int, seeds: int, done: Sequence[Record] = ()
+) -> Measured:
+    """Train with each hook, optimizer and seed, but for the trainings whose records are ``done``."""
     settings = {"task": task, "optimizers": list(optimizers), "hooks": list(hooks), "steps": steps, "seeds": seeds}
+    settings["done"] = [[record.case, record.implementation] for record in done]
     records = launch.run(__name__, settings | {"threads": 1}, RANKS)
     return Measured(describe(TASKS[task]()) | {"plain_steps": PLAIN_STEPS}, records)
 
@@ -110,7 +114,10 @@ def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
                 for optimizer in settings["optimizers"]:
                     for seed in range(settings["seeds"]):
                         of = {"task": settings["task"], "steps": settings["steps"]}
-                        training = LongTraining(task, of | {"optimizer": optimizer, "hook": hook, "seed": seed}, by)
+                        case = of | {"optimizer": optimizer, "hook": hook, "seed": seed}
+                        if [case, by] in settings["done"]:
+                            continue
+                        training = LongTraining(task, case, by)
                         training.run(progress)
                         records += training.records()
     return records
@@ -166,11 +173,7 @@ def _gap(records: Sequence[Record], metric: str, index: int) -> Cell:
         own = {r["seed"]: r.series[index] for r in group if r.metric == metric}
         if group[0]["hook"] == "none":
             return f"{fmean(own.values()):.3f}"
-        gaps = [loss - plain[seed] for seed, loss in own.items() if seed in plain]
-        if not gaps:
-            return ""
-        spread = f" ({min(gaps):+.3f} to {max(gaps):+.3f})" if len(gaps) > 1 else ""
-        return f"{fmean(gaps):+.3f}{spread}"
+        return difference(own, plain)
 
     return cell
 

@@ -153,13 +153,6 @@ def load(path: Path) -> list[Record]:
         raise RecordError(f"{path} is not a file that `gradwire bench ... --output` writes ({error!r})") from error
 
 
-def added(records: Sequence[Record], path: Path) -> list[Record]:
-    """The records of a file, if there is one, with ``records`` in place of those of the same trainings."""
-    kept = load(path) if path.exists() else []
-    repeated = [(record.case, record.implementation) for record in records]
-    return [*(record for record in kept if (record.case, record.implementation) not in repeated), *records]
-
-
 def _has_right_types(record: Record) -> bool:
     numbers = [record.p50, record.p20, record.p80]
     return (

@@ -6,6 +6,7 @@ import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from rich import box
@@ -103,6 +104,13 @@ def relative(metric: str, baseline: float | None) -> Cell:
         return f"{found / baseline:.2f}x" if found is not None and baseline else "-"
 
     return cell
+
+
+def difference(own: Mapping[Any, float], baseline: Mapping[Any, float]) -> str:
+    """The mean of the differences of values with equal keys, such as seeds, with their range; empty if there are none."""
+    found = [number - baseline[key] for key, number in own.items() if key in baseline]
+    spread = f" ({min(found):+.3f} to {max(found):+.3f})" if len(found) > 1 else ""
+    return f"{fmean(found):+.3f}{spread}" if found else ""
 
 
 def groups_of(records: Iterable[Record], *names: str) -> list[tuple[tuple[Any, ...], list[Record]]]:

@@ -224,8 +224,8 @@ def bench_converge(
     steps: Annotated[
         int | None,
         number(
-            "Train for this many steps, and compare losses instead of times. Results of other hooks, seeds and lengths "
-            "in the output file are kept.",
+            "Train for this many steps, and compare losses instead of times. Trainings whose results are in the output "
+            "file are not repeated.",
             least=long_runs.LEAST_STEPS,
         ),
     ] = None,
@@ -252,21 +252,23 @@ def bench_converge(
         return
     why = f"trains {long_runs.RANKS} ranks on this machine, without a link to limit; leave out {{}}."
     refuse_beside(context, "--steps", "rate", "hosts", "delay", "loopback", why=why)
-    _refuse_to_add(output, "long_runs")
-    measure = partial(long_runs.measure, chosen, trained, names, steps, seeds)
-    run("gradwire bench converge", measure, long_runs.tables, output, is_added=True)
+    kept = _kept(output, "long_runs")
+    measure = partial(long_runs.measure, chosen, trained, names, steps, seeds, kept)
+    run("gradwire bench converge", measure, long_runs.tables, output, kept=kept)
 
 
-def _refuse_to_add(output: Path | None, name: str) -> None:
-    """Refuse, before hours of training, a file to which results of the benchmark cannot be added."""
+def _kept(output: Path | None, name: str) -> list[Record]:
+    """The results in the output file, if there is one. Refuses a file that has none of this benchmark."""
     if output is None or not output.exists():
-        return
+        return []
     try:
-        found = load(output)[0].bench
+        kept = load(output)
     except RecordError as error:
         raise typer.BadParameter(f"{error}.", param_hint="--output") from None
-    if found != name:
-        raise typer.BadParameter(f"{output} has results of {found!r}; choose another file.", param_hint="--output")
+    if kept[0].bench != name:
+        message = f"{output} has results of {kept[0].bench!r}; choose another file."
+        raise typer.BadParameter(message, param_hint="--output")
+    return kept
 
 
 @bench.command("report")

@@ -17,7 +17,7 @@ from rich.console import Console
 from gradwire.bench import namespaces
 from gradwire.bench.launch import LaunchError
 from gradwire.bench.namespaces import NamespaceError
-from gradwire.bench.record import Measured, Record, added, provenance, save
+from gradwire.bench.record import Measured, Record, provenance, save
 from gradwire.bench.tables import Table, print_tables
 from gradwire.bench.timing import BackgroundLoad, backend_of
 
@@ -45,12 +45,12 @@ def run(
     threads: int = 1,
     *,
     is_networked: bool = False,
-    is_added: bool = False,
+    kept: Sequence[Record] = (),
     program: str = "gradwire",
 ) -> None:
     """Measure, print the tables, and save the results. Exits with the reason if a network is needed and impossible.
 
-    If ``is_added``, the output keeps its results of other trainings, and the tables show them, too.
+    The output and the tables begin with ``kept``, results of earlier runs.
     """
     reason = namespaces.obstacle() if is_networked else None
     try:
@@ -64,9 +64,7 @@ def run(
             err=True,
         )
         raise typer.Exit(1) from None
-    if is_added and output is not None:
-        records = added(records, output)
-    report(records, tables, output)
+    report([*kept, *records], tables, output)
 
 
 def report(records: Sequence[Record], tables: Callable[[Sequence[Record]], list[Table]], output: Path | None) -> None:

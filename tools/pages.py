@@ -17,7 +17,7 @@ from gradwire.bench.plots import DRAWINGS
 from gradwire.bench.record import Record, RecordError, load, replacing, unique
 from gradwire.bench.tables import Table, machine_line
 from gradwire.cli.bench import TABLES as BENCH_TABLES
-from tools import advice_error, gpu, page_tables, rounding, soak
+from tools import advice_error, gpu, page_tables, rounding, sharded_losses, soak
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -43,7 +43,9 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[..., list[Table]]]] = {
     "converge_optimizers_text": (("converge_optimizers_text",), BENCH_TABLES["converge"]),
     "network_20ms": (("network_20ms",), BENCH_TABLES["network"]),
     "network_80ms": (("network_80ms",), BENCH_TABLES["network"]),
-    "rounding": (("rounding",), rounding.tables),
+    "rounding": (("rounding",), lambda records: [rounding.errors_table(records)]),
+    "formats": (("rounding",), lambda records: [rounding.formats_table(records)]),
+    "sharded_losses": (("sharded_losses",), sharded_losses.tables),
     "advise": (("advise",), advice_error.tables),
     "choice": (("network", "converge_text"), page_tables.hooks),
     "wires": (("converge_text", "rounding"), page_tables.wire_formats),

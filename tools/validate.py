@@ -20,7 +20,7 @@ from gradwire.cli.options import (
     parse_links,
     refuse_beside,
 )
-from tools import advice_error, rounding, soak
+from tools import advice_error, rounding, sharded_losses, soak
 
 PROGRAM = "python -m tools.validate"
 app = typer.Typer(help="Validate gradwire's predictions, choices and wire formats.", add_completion=False)
@@ -33,6 +33,15 @@ def validate_rounding(output: OutputOption = None) -> None:
     Simulates the ranks in one process. Takes four minutes.
     """
     run(f"{PROGRAM} rounding", rounding.measure, rounding.tables, output, program=PROGRAM)
+
+
+@app.command("sharded")
+def validate_sharded(output: OutputOption = None) -> None:
+    """Measure losses with a quantized reduce-scatter: gradwire's int4 with each error memory, and published methods.
+
+    Simulates the ranks in one process. Takes half an hour.
+    """
+    run(f"{PROGRAM} sharded", sharded_losses.measure, sharded_losses.tables, output, program=PROGRAM)
 
 
 @app.command("advise")

@@ -1,4 +1,4 @@
-"""`gradwire bench converge --steps`: its table, results that several runs add to one file, and a short run."""
+"""`gradwire bench converge --steps`: its table, trainings that the output file has, and a short run."""
 
 from dataclasses import replace
 
@@ -8,8 +8,8 @@ from typer.testing import CliRunner
 
 from gradwire.bench import long_runs
 from gradwire.bench.implementations import GRADWIRE, PYTORCH
-from gradwire.bench.record import Metric, added, load, records_of, save
-from gradwire.bench.tasks import Digits
+from gradwire.bench.record import Metric, load, records_of, save
+from gradwire.bench.tasks import CPU, Digits
 from gradwire.cli.app import app
 
 SETTINGS = {"task": "GPT", "parameters": 1_000, "plain_steps": 2}
@@ -58,18 +58,22 @@ def test_loss_of_a_seed_that_no_hook_was_not_trained_with_is_left_out():
     assert "validation loss at 500" not in table.headers
 
 
-def test_added_trainings_replace_the_same_ones_and_keep_their_own_provenance(tmp_path):
-    path = tmp_path / "results.jsonl"
-    save(added(NONE, path), path)
-    save(added(INT4, path), path)
-    assert [(r.case, r.provenance["date"]) for r in load(path)] == [
-        (r.case, r.provenance["date"]) for r in [*NONE, *INT4]
-    ]
-    again = [replace(r, provenance=r.provenance | {"date": "later"}) for r in training("int4", [3.0, 2.5, 2.5], seed=1)]
-    save(added(again, path), path)
-    found = [(r["hook"], r["seed"], r.metric, r.provenance["date"]) for r in load(path)]
-    assert len(found) == len(set(found)) == len(NONE) + len(INT4) // 2 + len(again)
-    assert {date for hook, seed, _, date in found if (hook, seed) == ("int4", 1)} == {"later"}
+def test_trainings_that_are_done_are_not_repeated(monkeypatch):
+    trained = []
+
+    class Double:
+        def __init__(self, task, case, implementation):
+            trained.append((case["hook"], case["seed"], implementation))
+
+        run = lambda self, progress: None
+        records = lambda self: []
+
+    monkeypatch.setattr(long_runs, "LongTraining", Double)
+    monkeypatch.setattr(long_runs.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(long_runs.launch, "run", lambda name, settings, ranks: long_runs.main(settings, CPU))
+    done = [*NONE, *training("int4", [3.0, 2.5, 2.0], seed=1)]
+    long_runs.measure("small-text", ["adamw"], ["none", "int4"], 2000, 3, done)
+    assert trained == [("none", 2, PYTORCH), ("int4", 0, GRADWIRE), ("int4", 2, GRADWIRE)]
 
 
 @pytest.mark.parametrize("option", ["--rate=1gbit", "--hosts=3", "--delay=1", "--loopback"])
@@ -105,7 +109,7 @@ def test_validation_loss_of_digits_is_the_cross_entropy_of_all_test_images():
 def test_command_trains_for_its_steps_and_adds_to_the_file(tmp_path):
     path = tmp_path / "long.jsonl"
     options = ["--task", "digits", "--steps", "8", "--seeds", "1", "--output", str(path)]
-    for hooks in ("none", "powersgd-r4", "int4,bf16"):
+    for hooks in ("none", "powersgd-r4", "none,int4,bf16"):
         done = CliRunner().invoke(app, ["bench", "converge", *options, "--hooks", hooks])
         assert done.exit_code == 0, done.output
     assert "8 steps, 2 ranks" in " ".join(done.output.split())

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from gradwire.bench.tasks import Digits
-from gradwire.kernels import WIRE_FORMATS
 from tools import recorded_gradients, rounding
 from tools.rounding import RING, TWO_SHOT, all_reduces, check, ring_mean
 
@@ -22,20 +21,20 @@ def small(monkeypatch):
 def test_ring_rounds_every_partial_sum_in_ring_order():
     # In fp16, 2048 + 1 rounds to 2048. Chunk 0 is added in the order 1, 2, 0, chunk 1 in the order 2, 0, 1, and so on.
     ranks = [[torch.full((3,), 3.0 * value)] for value in (2048, 1, 1)]
-    assert ring_mean(ranks, WIRE_FORMATS["fp16"]).tolist() == [2050, 2048, 2048]
-    assert ring_mean(ranks, WIRE_FORMATS["fp32"]).tolist() == [2050] * 3
+    assert ring_mean(ranks, torch.float16).tolist() == [2050, 2048, 2048]
+    assert ring_mean(ranks, torch.float32).tolist() == [2050] * 3
 
 
-@pytest.mark.parametrize("exchange", all_reduces(), ids=lambda e: f"{e.wire.name}-{e.implementation[:4].strip()}")
+@pytest.mark.parametrize("exchange", all_reduces(), ids=lambda e: f"{e.format.name}-{e.implementation[:4].strip()}")
 def test_equal_gradients_on_the_grid_pass_and_wrong_sums_fail_the_check(exchange):
     check(exchange, 4)
-    wrong = exchange._replace(start=lambda *_: lambda ranks: sum(own for (own,) in ranks))
+    wrong = exchange._replace(start=lambda: lambda ranks: sum(own for (own,) in ranks))
     with pytest.raises(RuntimeError, match="The mean of 4 equal gradients is wrong"):
         check(wrong, 4)
 
 
 def error_of(name, implementation, world_size, steps=1):
-    (exchange,) = (e for e in all_reduces() if (e.wire.name, e.implementation) == (name, implementation))
+    (exchange,) = (e for e in all_reduces() if (e.format.name, e.implementation) == (name, implementation))
     return rounding.relative_error(exchange, world_size, steps, seed=0)
 
 
@@ -60,10 +59,10 @@ def test_recorded_gradients_are_those_of_each_rank_at_the_weights_of_the_step():
 
 
 def test_vnmse_and_gain_of_one_step():
-    (simulated,) = (e for e in all_reduces() if (e.wire.name, e.implementation) == ("int4", TWO_SHOT))
+    (simulated,) = (e for e in all_reduces() if (e.format.name, e.implementation) == ("int4", TWO_SHOT))
     gradients = [[torch.randn(40, 50)], [torch.randn(40, 50)]]
     mean = (gradients[0][0] + gradients[1][0]).double().flatten() / 2
-    shifted = simulated._replace(start=lambda *_: lambda ranks: 1.1 * mean)
+    shifted = simulated._replace(start=lambda: lambda ranks: 1.1 * mean)
     assert rounding.vnmse_and_gain(shifted, gradients) == pytest.approx({"vNMSE": 0.01, "gain": 1.1})
     found = rounding.vnmse_and_gain(simulated, gradients)
     assert 1e-3 < found["vNMSE"] < 0.1
