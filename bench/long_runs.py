@@ -144,10 +144,10 @@ def _table(records: Sequence[Record]) -> Table:
     names = {"hook": lambda record: display_name(record["hook"]), "": lambda record: record.implementation}
     columns = [
         *(
-            (f"validation loss at {step:,}", _gap(records, Metric.VALIDATION_LOSS, index))
+            (f"validation loss at {step:,}", gap(records, Metric.VALIDATION_LOSS, index))
             for index, step in enumerate(checkpoints)
         ),
-        ("training loss", _gap(records, Metric.TRAINING_LOSS, -1)),
+        ("training loss", gap(records, Metric.TRAINING_LOSS, -1)),
         (Metric.ACCURACY, _mean(Metric.ACCURACY)),
         (Metric.RESIDUAL_RATIO, _mean(Metric.RESIDUAL_RATIO)),
         (Metric.GAIN, _mean(Metric.GAIN)),
@@ -165,7 +165,7 @@ def _table(records: Sequence[Record]) -> Table:
     return pivot(title, records, names, columns, notes)
 
 
-def _gap(records: Sequence[Record], metric: str, index: int) -> Cell:
+def gap(records: Sequence[Record], metric: str, index: int) -> Cell:
     """A cell with the difference between a loss and that of PyTorch's DDP without a hook; for the latter, its loss."""
     plain = {r["seed"]: r.series[index] for r in records if r["hook"] == "none" and r.metric == metric}
 

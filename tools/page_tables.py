@@ -1,30 +1,55 @@
-"""Tables that help to choose, from the results of several benchmarks: hooks by link rate, and wire formats."""
+"""Tables that help to choose, from the results of several benchmarks: hooks by speed and loss, and wire formats."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import median
+from statistics import fmean
 
-from gradwire.bench.converge import target_of, to_target
+from gradwire.bench.converge import compressed_step_ms
 from gradwire.bench.implementations import GRADWIRE, PYTORCH
-from gradwire.bench.record import Metric, Record, format_bytes, unique
+from gradwire.bench.long_runs import gap
+from gradwire.bench.record import Metric, Record, unique
 from gradwire.bench.tables import Table, count, find, format_number, format_rate, median_of
 from gradwire.planner.hook_registry import display_name
-from tools.rounding import BITS, RELATIVE_ERROR, RELATIVE_ERROR_OF_STEPS, RING, STEPS_WORLD_SIZE, TWO_SHOT
+from tools.rounding import BITS, GAIN, NORMAL, RELATIVE_ERROR, RELATIVE_ERROR_OF_STEPS, RING, STEPS_WORLD_SIZE, TWO_SHOT
 
 LEFT_OUT = ("noop",)  # trains nothing
-# By the hook of `converge`, the wire format and the all-reduce of `rounding`.
+# By the hook of `long_runs`, the wire format and the all-reduce of `rounding`.
 WIRES = {
     "none": ("fp32", RING),
-    "fp16": ("fp16", RING),
     "int8": ("int8", TWO_SHOT),
+    "int6": ("int6", TWO_SHOT),
     "int4": ("int4", TWO_SHOT),
     "int2": ("int2", TWO_SHOT),
+    "sign": ("sign", TWO_SHOT),
 }
 
 
-def hooks(network: Sequence[Record], converge: Sequence[Record]) -> list[Table]:
-    """A row per hook of gradwire: bytes, speed-up at each link rate, further steps."""
+def leading(converge: Sequence[Record], long_runs: Sequence[Record]) -> list[Table]:
+    """A row per hook: step time over a slow link, and the loss after a long training."""
+    step_ms = {}
+    for record in converge:
+        key = record["hook"], record.implementation
+        step_ms[key] = compressed_step_ms([r for r in converge if (r["hook"], r.implementation) == key])
+    plain_ms = step_ms["none", PYTORCH]
+    rows = []
+    for (hook, by), milliseconds in step_ms.items():
+        if milliseconds is None or plain_ms is None or (hook == "none") == (by == GRADWIRE):
+            continue
+        if loss := _loss(long_runs, hook):
+            rows.append([display_name(hook), f"{milliseconds:.0f}", f"{plain_ms / milliseconds:.1f}x", loss])
+    trained = converge[0].provenance["settings"]
+    headers = ["hook", "step time (ms)", "speed-up", _loss_header(long_runs)]
+    notes = [
+        f"step time: GPT with {trained['parameters']:,} parameters, {count(trained['hosts'], 'host')} with one rank "
+        f"each, link: {format_rate(trained['rate'])}; speed-up: compared with PyTorch's DDP without a hook",
+        _loss_note(long_runs),
+    ]
+    return [Table(title="Speed and loss of hooks", headers=headers, rows=rows, notes=notes)]
+
+
+def hooks(network: Sequence[Record], long_runs: Sequence[Record]) -> list[Table]:
+    """A row per hook of gradwire: bytes, speed-up at each link rate, loss after a long training."""
     rates = unique(record["rate"] for record in network)
     rows = []
     for hook in unique(record["hook"] for record in network if "hook" in record.case):
@@ -40,18 +65,17 @@ def hooks(network: Sequence[Record], converge: Sequence[Record]) -> list[Table]:
                 display_name(hook),
                 f"{sent / plain_sent:.1%}",
                 *(f"{speed_up:.2f}x" for speed_up in speed_ups),
-                _further_steps(converge, hook),
+                _loss(long_runs, hook),
             ]
         )
-    facts, trained = network[0].provenance["settings"], converge[0].provenance["settings"]
+    facts = network[0].provenance["settings"]
     notes = [
         f"sent: bytes per step, relative to no hook, at {format_rate(rates[0])}",
         f"speed-up: forward and backward, compared with PyTorch's DDP without a hook; "
         f"{count(facts['hosts'], 'host')}, {facts['model']}",
-        f"steps to target: number of steps relative to no hook, until {target_of(trained)}; "
-        f"{trained['parameters']:,} parameters; empty for hooks that were not trained",
+        f"{_loss_note(long_runs)}; empty for hooks that were not trained",
     ]
-    headers = ["hook", "sent", *(f"speed-up, {format_rate(rate)}" for rate in rates), "steps to target"]
+    headers = ["hook", "sent", *(f"speed-up, {format_rate(rate)}" for rate in rates), _loss_header(long_runs)]
     return [Table(title="Hooks of gradwire by link rate", headers=headers, rows=rows, notes=notes)]
 
 
@@ -62,60 +86,57 @@ def _of(network: Sequence[Record], rate: str, hook: str, implementation: str, me
     return found
 
 
-def _further_steps(converge: Sequence[Record], hook: str) -> str:
-    """Steps to the target in units of those without a hook, medians over the seeds."""
-    steps = [
-        to_target([r for r in converge if r["hook"] == name and r.implementation == GRADWIRE], Metric.STEPS)
-        for name in (hook, "none")
-    ]
-    return f"{median(steps[0]) / median(steps[1]):.2f}x" if steps[0] and steps[1] else ""
+def _loss(long_runs: Sequence[Record], hook: str) -> str:
+    """The training loss after the AdamW trainings with a hook of gradwire: no hook's own, else the difference to it."""
+    by = PYTORCH if hook == "none" else GRADWIRE
+    trained = [record for record in long_runs if record["optimizer"] == "adamw"]
+    group = [record for record in trained if (record["hook"], record.implementation) == (hook, by)]
+    return gap(trained, Metric.TRAINING_LOSS, -1)(group) if group else ""
 
 
-def wire_formats(converge: Sequence[Record], rounding: Sequence[Record]) -> list[Table]:
-    """A row per hook: what its wire format costs and what it saves."""
-    trained, measured = converge[0].provenance["settings"], rounding[0].provenance["settings"]
+def _loss_header(long_runs: Sequence[Record]) -> str:
+    return f"loss after {long_runs[0]['steps']:,} steps"
+
+
+def _loss_note(long_runs: Sequence[Record]) -> str:
+    facts = long_runs[0].provenance["settings"]
+    return (
+        f"loss: training loss of a GPT with {facts['parameters']:,} parameters, AdamW, "
+        f"{count(long_runs[0].ranks, 'rank')}: no hook's, and for the others the difference to no hook with the same "
+        "seed (nats; range over the seeds)"
+    )
+
+
+def wire_formats(long_runs: Sequence[Record], rounding: Sequence[Record]) -> list[Table]:
+    """A row per wire format: bits, the loss after a long training, errors and gain."""
+    measured = rounding[0].provenance["settings"]
     rows = []
     for hook, (wire, exchange) in WIRES.items():
-        steps, seconds, sent = (
-            _at_target(converge, hook, metric) for metric in (Metric.STEPS, Metric.TARGET_S, Metric.SENT)
-        )
-        wire_records = [r for r in rounding if (r["wire"], r.implementation) == (wire, exchange)]
-        world_records = [r for r in wire_records if r.ranks == STEPS_WORLD_SIZE]
-        errors = [find(world_records, metric) for metric in (RELATIVE_ERROR, RELATIVE_ERROR_OF_STEPS)]
-        bits = find(wire_records, BITS)
+        own = [r for r in rounding if (r["wire"], r.implementation) == (wire, exchange)]
+        errors = [
+            find([r for r in own if r.ranks == STEPS_WORLD_SIZE], metric)
+            for metric in (RELATIVE_ERROR, RELATIVE_ERROR_OF_STEPS)
+        ]
+        gains = [r.p50 for r in own if r.metric == GAIN and r["gradients"] != NORMAL and r.p50 is not None]
+        bits = find(own, BITS)
         assert bits is not None and bits.p50 is not None
         rows.append(
             [
                 display_name(hook),
                 format_number(bits.p50),
-                format_number(steps),
-                format_number(seconds),
-                format_bytes(sent),
+                _loss(long_runs, hook),
                 *("" if error is None or error.p50 is None else format_number(100 * error.p50) for error in errors),
+                f"{fmean(gains):.3f}" if gains else "",
             ]
         )
-    ranks = count(STEPS_WORLD_SIZE, "rank")
-    headers = [
-        "hook",
-        "bits per element",
-        "steps",
-        "time to target (s)",
-        "sent",
-        "error (%)",
-        f"error, {measured['steps']} steps (%)",
-    ]
+    steps = f"error, {measured['steps']} steps (%)"
     notes = [
-        f"steps, time and bytes until {target_of(trained)}: {trained['parameters']:,} parameters, "
-        f"{count(trained['hosts'], 'host')} at {format_rate(trained['rate'])}, medians over the seeds",
-        f"error: relative error of the mean gradient of {ranks}; normally distributed gradients",
+        _loss_note(long_runs),
+        f"error: relative error of the mean gradient of {count(STEPS_WORLD_SIZE, 'rank')}; normally distributed "
+        "gradients",
         f"error, {measured['steps']} steps: relative error of the mean over these steps; with error feedback if "
         "quantized",
+        "gain: mean over recorded gradients of trainings",
     ]
+    headers = ["hook", "bits per element", _loss_header(long_runs), "error (%)", steps, "gain"]
     return [Table(title="Wire formats", headers=headers, rows=rows, notes=notes)]
-
-
-def _at_target(records: Sequence[Record], hook: str, metric: str) -> float:
-    """The median over the seeds of gradwire's trainings; NaN if one missed the target."""
-    group = [r for r in records if r["hook"] == hook and r.implementation == GRADWIRE]
-    values = to_target(group, metric)
-    return median(values) if values else float("nan")

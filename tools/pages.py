@@ -6,10 +6,12 @@ between them is replaced. `TABLES` lists the names.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Sequence
+from os.path import commonprefix
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -47,8 +49,9 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[..., list[Table]]]] = {
     "formats": (("rounding",), lambda records: [rounding.formats_table(records)]),
     "sharded_losses": (("sharded_losses",), sharded_losses.tables),
     "advise": (("advise",), advice_error.tables),
-    "choice": (("network", "converge_text"), page_tables.hooks),
-    "wires": (("converge_text", "rounding"), page_tables.wire_formats),
+    "leading": (("converge_text", "converge_long_text"), page_tables.leading),
+    "choice": (("network", "converge_long_text"), page_tables.hooks),
+    "wires": (("converge_long_text", "rounding"), page_tables.wire_formats),
     "soak": (("soak",), soak.tables),
     "gpu": (("gpu",), gpu.tables),
 }
@@ -97,7 +100,7 @@ def fill(page: str, results: Results) -> str:
         if tables is None or missing:
             raise PageError(f"There is no table {name!r}, or no {' and no '.join(missing)} for it. Run that bench.")
         found = [results[file] for file in files]
-        sources = "\n".join(unique(source(record) for records in found for record in records))
+        sources = "\n".join(map(source, found))
         return f"<!-- begin {name} -->\n{to_markdown(tables(*found))}\n{sources}<!-- end {name} -->"
 
     return re.sub(r"<!-- begin (?P<name>\S+) -->\n.*?<!-- end (?P=name) -->", replaced, page, flags=re.DOTALL)
@@ -114,12 +117,23 @@ def to_markdown(tables: Sequence[Table]) -> str:
     return "\n".join([*parts, "".join(notes)] if notes else parts)
 
 
-def source(record: Record) -> str:
-    """Command, commit and machine of a measurement, as a line of Markdown."""
-    facts = record.provenance
+def source(records: Sequence[Record]) -> str:
+    """Commands, commits and machine of the measurements in a file, as a line of Markdown."""
+    runs = [facts for facts, _ in itertools.groupby(record.provenance for record in records)]
+    commits = unique(_commit(facts) for facts in runs)
+    of = f", {'commits' if len(commits) > 1 else 'commit'} {', '.join(filter(None, commits))}" if any(commits) else ""
+    words = commonprefix([facts["command"].split() for facts in runs])
+    while len(runs) > 1 and words[-1].startswith("--"):  # its values differ
+        words.pop()
+    what = (
+        f"`{' '.join(words)}`" if len(runs) == 1 else f"{len(runs)} runs of `{' '.join(words)}` with different options"
+    )
+    return f"{what}{of}. {machine_line(runs[-1])}.\n"
+
+
+def _commit(facts: dict[str, Any]) -> str:
     name, _, changes = (facts["commit"] or "").partition("-")
-    commit = f", commit {name[:10]}{' with local changes' if changes else ''}" if name else ""
-    return f"`{facts['command']}`{commit}. {machine_line(facts)}.\n"
+    return f"{name[:10]}{' with local changes' if changes else ''}"
 
 
 @app.command()
