@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Sequence
-from os.path import commonprefix
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -122,12 +121,11 @@ def source(records: Sequence[Record]) -> str:
     runs = [facts for facts, _ in itertools.groupby(record.provenance for record in records)]
     commits = unique(_commit(facts) for facts in runs)
     of = f", {'commits' if len(commits) > 1 else 'commit'} {', '.join(filter(None, commits))}" if any(commits) else ""
-    words = commonprefix([facts["command"].split() for facts in runs])
-    while len(runs) > 1 and words[-1].startswith("--"):  # its values differ
-        words.pop()
-    what = (
-        f"`{' '.join(words)}`" if len(runs) == 1 else f"{len(runs)} runs of `{' '.join(words)}` with different options"
-    )
+    what = f"`{runs[0]['command']}`"
+    if len(runs) > 1:
+        options = [re.split(r" (?=--)", facts["command"]) for facts in runs]
+        common = [option for option in options[0] if all(option in others for others in options)]
+        what = f"{len(runs)} runs of `{' '.join(common)}`, with different other options"
     return f"{what}{of}. {machine_line(runs[-1])}.\n"
 
 

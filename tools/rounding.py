@@ -196,6 +196,7 @@ def measure() -> Measured:
 
 
 def tables(records: Sequence[Record]) -> list[Table]:
+    """Errors of all-reduces, and formats."""
     return [errors_table(records), formats_table(records)]
 
 
