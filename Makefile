@@ -9,7 +9,7 @@ export PYTHONSAFEPATH := 1
 # which make would start a shell, and a shell does not pass on SIGTERM.
 TOOL := env PYTHONSAFEPATH= $(BIN)/python -m tools
 
-.PHONY: install check format docs test test-slow random mutants faults soak test-integrations test-triton36 test-matrix conformance demo bench-kernels bench-rounding bench-telemetry bench-reducer bench-hooks bench-host bench-network bench-nodes bench-advise bench-converge bench pages gpu gpu-rehearsal wheel clean
+.PHONY: install check format docs test test-slow random mutants faults soak test-integrations test-triton36 test-matrix conformance demo bench-kernels bench-rounding bench-telemetry bench-reducer bench-hooks bench-host bench-network bench-nodes bench-advise bench-converge bench-losses bench pages gpu gpu-rehearsal wheel clean
 
 install: .venv/.installed
 
@@ -117,6 +117,12 @@ bench-kernels: install
 
 bench-rounding: install
 	$(TOOL).validate rounding
+
+# Losses after 2,000 steps, and with a quantized reduce-scatter: takes hours. Kept trainings are not repeated.
+LONG_HOOKS := none,int8,int6,int4,int2,sign,powersgd-r4,powersgd-r16,powersgd-r16-int8,powersgd-r32-int8
+bench-losses: install
+	$(BIN)/gradwire bench converge --task small-text --steps 2000 --hooks $(LONG_HOOKS) --output bench/results/converge_long_text.jsonl
+	$(TOOL).validate sharded --output bench/results/sharded_losses.jsonl
 
 bench-telemetry: install
 	$(BIN)/gradwire bench telemetry

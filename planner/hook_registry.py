@@ -162,6 +162,7 @@ HOOKS: dict[str, HookEntry] = {
     "powersgd-r32": _low_rank(32, "factors of rank 32"),
     "powersgd-r8-int8": _quantized_factors(8),
     "powersgd-r16-int8": _quantized_factors(16),
+    "powersgd-r32-int8": _quantized_factors(32),
     "powersgd-r4-bf16": _low_rank(4, "factors of rank 4 in bf16", is_same=False, factor_dtype=torch.bfloat16),
     "powersgd-r4-alternating": _low_rank(4, "one factor of rank 4 per step", is_same=False, alternating=True),
     # Not compared with PyTorch's batched_powerSGD_hook: in torch 2.13 it raises an AssertionError at its

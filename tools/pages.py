@@ -25,6 +25,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 PAGES = (
     "README.md",
     "docs/benchmarks.md",
+    "docs/published-formats.md",
     "docs/choosing-a-hook.md",
     "docs/quantization.md",
     "docs/advise.md",
