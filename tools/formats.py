@@ -9,6 +9,7 @@ quantizes gradients between nodes (Jia et al., NeurIPS 2024), without its Hadama
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -22,18 +23,22 @@ Rounding = Callable[[Tensor], Tensor]  # of fp32 numbers, to those that arrive
 
 
 class Format(NamedTuple):
-    """A format that rounds a tensor in blocks. Missing elements of the last block are 0."""
+    """A format, as the function that rounds tensors to it."""
 
     name: str
     bits: float  # per element, with scales
-    block_size: int
-    round_blocks: Rounding  # of [blocks, block_size], all blocks of one tensor
+    rounded: Rounding
 
-    def rounded(self, x: Tensor) -> Tensor:
-        """The numbers that arrive for ``x``, fp32 of any shape."""
+
+def in_blocks(size: int, round_blocks: Rounding) -> Rounding:
+    """Round tensors in blocks, [blocks, size]. Missing elements of a tensor's last block are 0."""
+
+    def rounded(x: Tensor) -> Tensor:
         flat = x.flatten()
-        blocks = functional.pad(flat, (0, -flat.numel() % self.block_size)).view(-1, self.block_size)
-        return self.round_blocks(blocks).flatten()[: flat.numel()].view_as(x)
+        blocks = functional.pad(flat, (0, -flat.numel() % size)).view(-1, size)
+        return round_blocks(blocks).flatten()[: flat.numel()].view_as(x)
+
+    return rounded
 
 
 class Minifloat(NamedTuple):
@@ -57,12 +62,21 @@ E2M1 = Minifloat(1, 0, 2, 6.0)
 
 
 def of_wire(wire: kernels.WireFormat) -> Format:
-    """A format of gradwire, by its reference."""
+    """A format of gradwire, with the kernels of its hooks."""
 
-    def round_blocks(blocks: Tensor) -> Tensor:
-        return wire.decode(*wire.encode(blocks, torch.full((len(blocks),), BLOCK_SIZE)))
+    @cache
+    def layout_of(shape: torch.Size) -> kernels.MessageLayout:
+        table = kernels.BlockTable([torch.empty(shape)], BLOCK_SIZE, keys=[0])
+        return kernels.MessageLayout([(wire, table)], 1)
 
-    return Format(wire.name, 8 * wire.block_bytes(BLOCK_SIZE) / BLOCK_SIZE, BLOCK_SIZE, round_blocks)
+    def rounded(x: Tensor) -> Tensor:
+        layout, bound, result = layout_of(x.shape), kernels.bound_quantization(x.device), torch.empty_like(x)
+        message = torch.zeros(layout.message_shape, dtype=torch.uint8)
+        bound.quantize([x], layout.sections[0], message, 1.0, None, None)
+        bound.dequantize(message, layout.sections[0], [result])
+        return result
+
+    return Format(wire.name, 8 * wire.block_bytes(BLOCK_SIZE) / BLOCK_SIZE, rounded)
 
 
 def microscaling(name: str, bits: int, elements: Minifloat) -> Format:
@@ -73,7 +87,7 @@ def microscaling(name: str, bits: int, elements: Minifloat) -> Format:
         scales = torch.exp2(exponents.clamp(-126, 127).float())
         return elements.rounded(blocks / scales) * scales
 
-    return Format(name, bits + 8 / 32, 32, round_blocks)
+    return Format(name, bits + 8 / 32, in_blocks(32, round_blocks))
 
 
 def _nvfp4(blocks: Tensor) -> Tensor:
@@ -95,7 +109,7 @@ PUBLISHED = {
         microscaling("MXFP8 (e4m3)", 8, E4M3),
         microscaling("MXFP6 (e2m3)", 6, E2M3),
         microscaling("MXFP4 (e2m1)", 4, E2M1),
-        Format("NVFP4", 4 + 8 / 16, 16, _nvfp4),
-        Format("int4-128", 4 + 16 / 128, 128, _symmetric),
+        Format("NVFP4", 4 + 8 / 16, in_blocks(16, _nvfp4)),
+        Format("int4-128", 4 + 16 / 128, in_blocks(128, _symmetric)),
     )
 }
