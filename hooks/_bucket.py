@@ -50,7 +50,7 @@ class Bucket:
 
     Attributes:
         position: position in the order of launch.
-        is_final: whether no bucket after it is launched in this backward.
+        is_first, is_final: whether no bucket before it, or after it, is launched in this backward.
         device: device of the gradients.
         dtype: real dtype of the gradients, or of the buffer that a wrapper has set instead.
         is_sparse: whether the bucket is one sparse gradient, which `reduce_bucket` averages uncompressed.
@@ -69,6 +69,7 @@ class Bucket:
     """
 
     position: int
+    is_first: bool
     is_final: bool
     device: torch.device
     dtype: torch.dtype
@@ -140,6 +141,7 @@ class TorchBucket(Bucket):
     def __init__(self, bucket: GradBucket) -> None:
         self._bucket, self._buffer, self._parameters = bucket, bucket.buffer(), bucket.parameters()
         self.position, self.is_final, self.first = bucket.index(), bucket.is_last(), self._parameters[0]
+        self.is_first = self.position == 0
         self.device, self.dtype, self.is_sparse = self._buffer.device, self._buffer.dtype, self._buffer.is_sparse
 
     @functools.cached_property

@@ -55,10 +55,12 @@ def reduce_bucket(
         work = bucket.work(transport, memory.layout if isinstance(memory, BucketMemory) else None)
         result = work.result
     # Not in the task: `sample` calls the user's report, which must run in the training thread.
-    sample = telemetry.sample(position, iteration) if telemetry is not None and not is_capturing(device) else None
+    sample = None
+    if telemetry is not None and not is_capturing(device):
+        sample = telemetry.sample(position, is_final, iteration)
 
     def begin(workspace: Workspace) -> Algorithm[Any]:
-        if position == 0:
+        if bucket.is_first:
             executor.start_step()
         steps: Algorithm[Any]
         if work is None:
@@ -89,7 +91,7 @@ def all_reduce_on_cpu(connections: Connections, bucket: Bucket) -> Future[torch.
     Nothing is computed after it, so a task in the executor's thread would only compete for the interpreter lock.
     """
     transport = connections.transport("backward", bucket.device)
-    if bucket.position == 0:
+    if bucket.is_first:
         connections.start_step()
     source, target, result = bucket.work(transport)
     if target.flat is None:

@@ -88,7 +88,7 @@ class ScaledCastState(HookState):
         self._n_seen = 0  # saturated elements of earlier runs
         self._has_warned = False  # of saturated elements
         self._saturated: HostCopy | None = None  # their number after an earlier step, on its way to the host
-        self._is_left_open = False  # whether the previous step lacked its last bucket, which counts skipped steps
+        self._is_left_open = False  # whether an earlier step lacked its last bucket, and no bucket has come since
 
     @property
     def nonfinite_elements(self) -> int:
@@ -119,7 +119,6 @@ class ScaledCastState(HookState):
 
     def _begin_step(self) -> None:
         """Begin a step; see `HookState._begin_step`."""
-        self._is_left_open = self.steps.is_open
         super()._begin_step()
         copy = self._saturated
         if copy is not None and not is_capturing(copy.device) and copy.is_there():  # a capture allows no event query
@@ -134,6 +133,11 @@ class ScaledCastState(HookState):
                     "without a warning.",
                     stacklevel=2,
                 )
+
+    def end_open_step(self) -> None:
+        """End a step without its last bucket, on which the algorithm counts skipped steps: the next bucket does."""
+        self._is_left_open |= self.steps.is_open
+        super().end_open_step()
 
     def prepare(self, bucket: Bucket, names: tuple[str, ...], group: dist.ProcessGroup) -> "_Place":
         """The bucket as the algorithm sees it; its scale is created on the stream or thread that uses it."""

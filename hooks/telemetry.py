@@ -32,6 +32,7 @@ from gradwire.comm import Algorithm, Collective, Driver, Transport
 from gradwire.comm.executor import EXIT_TIMEOUT_SECONDS
 from gradwire.compress import Gradients
 from gradwire.compress.memory import BucketMemory
+from gradwire.hooks._steps import StepCount
 from gradwire.kernels import compute_dtype
 
 __all__ = ["to_jsonl", "to_tensorboard", "to_wandb"]
@@ -184,7 +185,7 @@ class Telemetry:
         self.latest: dict[str, float] = {}  # the metrics of the latest measured step
         self._state = weakref.proxy(state)
         self._every, self._exact_every, self._report = every, exact_every, report
-        self._latest_index: int | None = None  # index of the latest bucket
+        self._steps = StepCount()
         self.n_steps = 0  # steps that have begun
         self._agreed_at = 0  # steps before the latest handshake: all ranks count comparisons from there
         self._sample: Sample | None = None  # the current step's
@@ -203,13 +204,13 @@ class Telemetry:
         """Count the steps of ``exact_every`` from here. All ranks call it at the same bucket, with equal `settings`."""
         self._agreed_at = self.n_steps
 
-    def sample(self, index: int, n_before: int | None) -> Sample | None:
-        """The measurements of the current step, after the report of the previous ones.
+    def sample(self, position: int, is_final: bool, n_before: int | None) -> Sample | None:
+        """The measurements of the current step, to which a bucket belongs, after the report of the previous ones.
 
-        ``index`` is that of a bucket, ``n_before`` the number of steps before this one; None if the hook counts none.
+        ``n_before`` is the number of steps before this one; None if the hook counts none.
         """
-        latest, self._latest_index = self._latest_index, index
-        if latest is None or index <= latest:  # the buckets of a step come in the order of their indices
+        is_first, self._steps.is_open = self._steps.begins(position), not is_final
+        if is_first:
             self.flush()
             self._drop_incomplete()
             self.n_steps += 1

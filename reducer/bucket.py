@@ -65,7 +65,8 @@ class BucketBase(hooks.Bucket):
         self.members = spec.members
         self.divisor = 1  # of the default reduction's sums, until `launch` knows it
         # For hooks; `launch` sets the others.
-        self.position, self.is_final, self.first = spec.index, spec.is_last, spec.parameters[0]
+        self.position, self.first = spec.index, spec.parameters[0]
+        self.is_first, self.is_final = spec.index == 0, spec.is_last
         self.device, self.dtype = spec.parameters[0].device, spec.parameters[0].dtype.to_real()
         self.names = tuple(map(plain_name, spec.names))
         self.model_parameters = spec.model_parameters

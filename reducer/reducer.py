@@ -340,9 +340,9 @@ class Reducer:
         if self.skip_unused:  # but a rank that has joined cannot know what is unused
             unused = set() if backward.is_again or self._live_ranks is not None else set(self.unused)
             backward.skipped = {bucket.position for bucket in self.buckets if unused.issuperset(bucket.members)}
-            last = max({bucket.position for bucket in self.buckets} - backward.skipped, default=None)
-            for bucket in self.buckets:
-                bucket.is_final = bucket.position == last
+            reduced = [bucket for bucket in self.buckets if bucket.position not in backward.skipped]
+            for bucket in reduced:
+                bucket.is_first, bucket.is_final = bucket is reduced[0], bucket is reduced[-1]
 
     def _mark_ready(self, indices: Iterable[int], incoming: Tensor | None = None) -> None:
         """Mark gradients ready, and launch the buckets that are complete now. ``incoming``: see `AutogradHooks`."""

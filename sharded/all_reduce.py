@@ -71,7 +71,7 @@ class ShardBucket(Bucket):
             self.numel += parameter.padded_sharded_param_size.numel()
         self._table = SegmentTable(self._layouts)
         self._flat: Tensor | None = None
-        self.position, self.is_final, self.zero_copy = 0, False, True
+        self.position, self.is_first, self.is_final, self.zero_copy = 0, True, False, True
         self.device, self.dtype, self.process_group = device, dtype.to_real(), replicas
         self.names = tuple(map(plain_name, self._names))
         self.first, self.model_parameters = model_layouts[self._names[0]], list(model_layouts.values())
@@ -79,7 +79,8 @@ class ShardBucket(Bucket):
 
     def collect(self, flat: Tensor, position: int, is_last: bool, zero_copy: bool) -> None:
         """Hold the gradients of a backward, the bucket number ``position`` of it."""
-        self._flat, self.position, self.is_final, self.zero_copy = flat, position, is_last, zero_copy
+        self._flat, self.zero_copy = flat, zero_copy
+        self.position, self.is_first, self.is_final = position, position == 0, is_last
 
     def release(self) -> None:
         """Drop the gradients."""

@@ -188,7 +188,7 @@ def attach(
             layouts |= shard_layouts(group.parameters, group.reduced_dtype(), group.device)
     averaged = [[name for name in group.trainable() or {} if name in layouts] for group in replicated]
     n_averages = sum(map(bool, averaged))
-    step_ends = [state._begin_step] if isinstance(state, HookState) else []
+    step_ends = [state.end_open_step] if isinstance(state, HookState) else []
     exchange = ShardedExchange(
         process_groups, groups[0].device, {"hook": "attach", **settings}, n_averages=n_averages, step_ends=step_ends
     )

@@ -181,6 +181,20 @@ def test_parameter_group_with_a_missing_gradient_is_reduced_plainly_and_keeps_it
     assert not torch.equal(after["first.weight"].to_local(), before["first.weight"].to_local())
 
 
+@pytest.mark.parametrize("place", PLACES)
+@on_ranks(4)
+def test_skipped_steps_count_in_backwards_without_the_last_parameter_group(place):
+    model, state = sharded(place), ScaledCastState()
+    gradwire.attach(model, state)
+    skipped = []
+    for value, spare in ((torch.nan, False), (torch.nan, False), (1.0, False), (torch.nan, True), (1.0, True)):
+        model.zero_grad()
+        model(torch.full((5, 9), value), spare=spare).sum().backward()
+        skipped.append(state.skipped_steps)
+    assert skipped == [0, 1, 2, 3, 3]  # a step without its last bucket counts at the next bucket
+    assert state.iter == 5
+
+
 @pytest.mark.parametrize(("saved_in", "loaded_in"), [("hsdp", "hsdp"), ("hsdp", "replicate"), ("replicate", "hsdp")])
 @on_ranks(4)
 def test_checkpoint_loads_with_other_numbers_of_shards_and_replicas(saved_in, loaded_in):
