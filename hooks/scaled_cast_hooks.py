@@ -11,6 +11,7 @@ import torch.distributed as dist
 from gradwire.compress import BucketScale, DelayedScaling, scaled_cast_all_reduce
 from gradwire.compress._validation import (
     MAX_COUNT,
+    check_count,
     check_elements,
     check_entries,
     check_keywords,
@@ -158,8 +159,11 @@ class ScaledCastState(HookState):
             self._exponents.update(dict.fromkeys(names, exponent))
         return self._scales[names]
 
+    def prepare_checkpoint(self) -> None:
+        """Do nothing: `state_dict` is no collective call."""
+
     def state_dict(self) -> dict[str, Any]:
-        """Scales and counters as plain tensors, for ``torch.load(weights_only=True)``.
+        """Step count, scales and counters as plain numbers and tensors, for ``torch.load(weights_only=True)``.
 
         Scales are equal on all ranks and fit any world size; element counts are this rank's. Parameters without a scale
         have entries too, so that `torch.distributed.checkpoint` can load into the state of a new run.
@@ -176,6 +180,7 @@ class ScaledCastState(HookState):
         names = sorted({*self.names.known(), *self._exponents})
         exponents = [self._exponents.get(name, first).cpu() for name in names]
         return {
+            "iter": self.iter,
             "names": names,
             "exponents": torch.stack(exponents) if exponents else torch.zeros(0, 2, dtype=torch.int32),
             "counters": self._counters.cpu().clamp(max=MAX_COUNT),
@@ -183,6 +188,8 @@ class ScaledCastState(HookState):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`, with any buckets and any world size.
+
+        The step count is 0 in checkpoints of earlier versions, which lack it.
 
         Raises:
             ValueError: an entry is missing, of another type, dtype or shape, or out of range. The message names it,
@@ -194,7 +201,8 @@ class ScaledCastState(HookState):
         self._exponents = dict(zip(state_dict["names"], exponents.unbind(), strict=True))
         self._counters = counters
         self._n_seen, self._saturated = int(counters[1]), None
-        self.handshake.expect()
+        self._is_left_open = False
+        self.iter = state_dict.get("iter", 0)
 
     def merge_shards(self, saved: dict[str, Any], shards: Sequence[dist.ProcessGroup]) -> dict[str, Any]:
         """Take the smallest scale of all shards of a parameter; see `HookState.merge_shards`."""
@@ -211,17 +219,15 @@ class ScaledCastState(HookState):
         """Step count, scales and the number of skipped steps; see `HookState.replicated_state`."""
         state = self.state_dict()
         state["counters"][[0, 1, 3]] = 0  # this rank's elements, and the step in progress
-        return {"iter": self.iter, **state}
+        return state
 
     def load_replicated_state(self, replicated: dict[str, Any]) -> None:
         """Take step count, scales and number of skipped steps from another rank; keep this rank's element counts."""
-        state = {entry: value for entry, value in replicated.items() if entry != "iter"}
-        counters = state["counters"].clone()
+        counters = replicated["counters"].clone()
         counters[:2] = self._counters[:2]
         n_seen = self._n_seen
-        self.load_state_dict({**state, "counters": counters})
+        self.load_state_dict({**replicated, "counters": counters})
         self._n_seen = n_seen
-        self.iter = replicated["iter"]
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickling: options and `state_dict`, without the process group, as in PyTorch's hook states."""
@@ -236,6 +242,7 @@ class ScaledCastState(HookState):
 def _check_state_dict(state: Mapping[str, Any]) -> None:
     """Raise ValueError unless ``state`` is a `ScaledCastState.state_dict`."""
     check_entries(state, "ScaledCastState", ("names", "exponents", "counters"))
+    check_count("iter", state.get("iter", 0))
     names, exponents, counters = state["names"], state["exponents"], state["counters"]
     if not isinstance(names, list):
         raise wrong("names", names, "a list of parameter names")
