@@ -131,8 +131,8 @@ class ShardBucket(Bucket):
         self._replaced, self.dtype, self.zero_copy = buffer, buffer.dtype, False
 
     def work(self, transport: Transport | None = None, layout: SegmentTable | None = None) -> BucketWork:
-        """The gradients, one tensor per parameter, which receive the mean; or the tensor of `set_buffer`."""
-        if self._replaced is not None:
+        """The gradients, one tensor per parameter, which receive the mean; or the flat tensor, for a hook without memory."""
+        if not self.zero_copy and (layout is None or self._replaced is not None):
             return super().work(transport, layout)
         gradients = Gradients(self.gradients(), self._table)
         return BucketWork(gradients, gradients, gradients.tensors[0] if self.zero_copy else self.buffer())
