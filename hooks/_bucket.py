@@ -50,7 +50,7 @@ class Bucket:
 
     Attributes:
         position: position in the order of launch.
-        is_final: whether no bucket after it is launched in this backward.
+        is_first, is_final: whether no bucket before it, or after it, is launched in this backward.
         device: device of the gradients.
         dtype: real dtype of the gradients, or of the buffer that a wrapper has set instead.
         is_sparse: whether the bucket is one sparse gradient, which `reduce_bucket` averages uncompressed.
@@ -69,6 +69,7 @@ class Bucket:
     """
 
     position: int
+    is_first: bool
     is_final: bool
     device: torch.device
     dtype: torch.dtype
@@ -134,12 +135,36 @@ class Bucket:
         return [layout_in_dtype(as_real(gradient_layout(each)), self.dtype) for each in self.parameters()]
 
 
+class OwnBucket(Bucket):
+    """A bucket of gradwire's, with the part of ``torch.distributed.GradBucket`` that needs no gradients."""
+
+    _parameters: list[torch.Tensor]
+    _names: list[str]
+
+    def index(self) -> int:
+        """Position in the order of launch."""
+        return self.position
+
+    def is_last(self) -> bool:
+        """Whether this is the last bucket that is launched in this backward."""
+        return self.is_final
+
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters, in the order of their gradients; of a sharded model, tensors in the layouts of its shards."""
+        return self._parameters
+
+    def parameter_names(self) -> list[str]:
+        """The names of `parameters`, as in ``module.named_parameters()``."""
+        return self._names
+
+
 class TorchBucket(Bucket):
     """A bucket of PyTorch's DDP, in one backward."""
 
     def __init__(self, bucket: GradBucket) -> None:
         self._bucket, self._buffer, self._parameters = bucket, bucket.buffer(), bucket.parameters()
         self.position, self.is_final, self.first = bucket.index(), bucket.is_last(), self._parameters[0]
+        self.is_first = self.position == 0
         self.device, self.dtype, self.is_sparse = self._buffer.device, self._buffer.dtype, self._buffer.is_sparse
 
     @functools.cached_property

@@ -1,4 +1,7 @@
-"""Decorators of hooks: `ddp_hook` checks the arguments, `zero_copy` marks a hook that needs no flat buffer."""
+"""Decorators of hooks: `ddp_hook` checks the arguments.
+
+`zero_copy` marks a hook that needs no flat buffer, `replayable` one whose recorded steps replace its calls.
+"""
 
 import functools
 import inspect
@@ -17,6 +20,7 @@ Hook = TypeVar("Hook", bound=Callable[..., object])
 
 # Not attributes of the hook: functools.wraps would copy them to a user's wrapper, which expects flat buffers.
 _zero_copy_hooks: weakref.WeakSet[Callable[..., object]] = weakref.WeakSet()
+_replayable_hooks: weakref.WeakSet[Callable[..., object]] = weakref.WeakSet()
 _gradwire_hooks: weakref.WeakSet[Callable[..., object]] = weakref.WeakSet()
 
 
@@ -29,6 +33,22 @@ def zero_copy(hook: Hook) -> Hook:
 def is_zero_copy(hook: Callable[..., object]) -> bool:
     """Whether ``hook`` is marked by `zero_copy`."""
     return any(marked is hook for marked in _zero_copy_hooks)  # a hook need not be hashable
+
+
+def replayable(hook: Hook) -> Hook:
+    """Mark a zero-copy hook that only reduces: on a GPU, gradwire's reducer may repeat a recorded step without it."""
+    _replayable_hooks.add(hook)
+    return zero_copy(hook)
+
+
+def is_replayable(hook: Callable[..., object]) -> bool:
+    """Whether ``hook`` is marked by `replayable`."""
+    return any(marked is hook for marked in _replayable_hooks)  # a hook need not be hashable
+
+
+def name_of(hook: object) -> str:
+    """The name of a hook, for reports and error messages."""
+    return str(getattr(hook, "__name__", "hook"))
 
 
 def described(value: object) -> str:
@@ -47,7 +67,7 @@ def check_process_group(value: object, argument: str = "process_group") -> None:
         )
 
 
-def _check_state(hook_name: str, state: object, kinds: tuple[type, ...]) -> None:
+def _refuse_state(hook_name: str, state: object, kinds: tuple[type, ...]) -> None:
     if dist.ProcessGroup in kinds:
         check_process_group(state, f"The state of {hook_name}")
         return
@@ -60,10 +80,11 @@ def _check_state(hook_name: str, state: object, kinds: tuple[type, ...]) -> None
     )
 
 
-def ddp_hook(*kinds: type) -> Callable[[Hook], Hook]:
+def ddp_hook(*kinds: type, wrapped: Callable[..., Any] | None = None) -> Callable[[Hook], Hook]:
     """Decorate a hook: raise TypeError for a state of another class than ``kinds``, or without a bucket.
 
-    Without ``kinds``, any state is accepted. With ``ProcessGroup`` among them, None is accepted, too.
+    Without ``kinds``, any state is accepted. With ``ProcessGroup`` among them, None is accepted, too. A hook that calls
+    a ``wrapped`` one is gradwire's if that is.
     """
 
     def decorate(hook: Hook) -> Hook:
@@ -73,7 +94,7 @@ def ddp_hook(*kinds: type) -> Callable[[Hook], Hook]:
         def checked(*arguments: Any, **named: Any) -> Any:
             state = arguments[0] if arguments else named.get(names[0])
             if kinds and not isinstance(state, kinds):
-                _check_state(checked.__name__, state, kinds)
+                _refuse_state(checked.__name__, state, kinds)
             bucket = arguments[1] if len(arguments) > 1 else named.get("bucket")
             if len(arguments) > len(names) or not (hasattr(bucket, "buffer") and hasattr(bucket, "parameters")):
                 raise TypeError(
@@ -83,12 +104,13 @@ def ddp_hook(*kinds: type) -> Callable[[Hook], Hook]:
                 )
             return hook(*arguments, **named)
 
-        _gradwire_hooks.add(checked)
+        if wrapped is None or is_gradwire_hook(wrapped):
+            _gradwire_hooks.add(checked)
         return cast("Hook", checked)
 
     return decorate
 
 
 def is_gradwire_hook(hook: Callable[..., Any]) -> bool:
-    """Whether ``hook`` is one of gradwire's, a 16-bit wrapper included."""
+    """Whether ``hook`` is one of gradwire's, or a 16-bit wrapper of one."""
     return any(each is hook for each in _gradwire_hooks)  # a hook need not be hashable

@@ -9,6 +9,7 @@ import torch
 from torch.futures import Future
 
 from gradwire.comm import Algorithm, Connections, Task, Workspace
+from gradwire.comm.connections import BACKWARD
 from gradwire.comm.stream_executor import StreamExecutor
 from gradwire.compress import Step, is_repeatable, sparse_all_reduce
 from gradwire.compress.memory import BucketMemory
@@ -55,10 +56,12 @@ def reduce_bucket(
         work = bucket.work(transport, memory.layout if isinstance(memory, BucketMemory) else None)
         result = work.result
     # Not in the task: `sample` calls the user's report, which must run in the training thread.
-    sample = telemetry.sample(position, iteration) if telemetry is not None and not is_capturing(device) else None
+    sample = None
+    if telemetry is not None and not is_capturing(device):
+        sample = telemetry.sample(position, is_final, iteration)
 
     def begin(workspace: Workspace) -> Algorithm[Any]:
-        if position == 0:
+        if bucket.is_first:
             executor.start_step()
         steps: Algorithm[Any]
         if work is None:
@@ -88,8 +91,8 @@ def all_reduce_on_cpu(connections: Connections, bucket: Bucket) -> Future[torch.
 
     Nothing is computed after it, so a task in the executor's thread would only compete for the interpreter lock.
     """
-    transport = connections.transport("backward", bucket.device)
-    if bucket.position == 0:
+    transport = connections.transport(BACKWARD, bucket.device)
+    if bucket.is_first:
         connections.start_step()
     source, target, result = bucket.work(transport)
     if target.flat is None:

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from gradwire.compress import cast_all_reduce
 from gradwire.compress._validation import check_keywords
 from gradwire.hooks._bucket import Bucket, GradBucket, tensor_in
-from gradwire.hooks._decorators import CommHook, ddp_hook, zero_copy
+from gradwire.hooks._decorators import CommHook, ddp_hook, replayable, zero_copy
 from gradwire.hooks._plans import replayed
+from gradwire.hooks._quantized_reduction import check_local_size, quantized_reduction
 from gradwire.hooks._reduction import all_reduce_on_cpu, reduce_bucket
 from gradwire.hooks._settings import HookSettings, settings_of
-from gradwire.hooks.quantization_hooks import check_local_size, quantized_reduction
 
 __all__ = [
     "CastState",
@@ -83,8 +83,7 @@ class CastState(HookSettings):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(None, **state)  # type: ignore[misc]
 
-    def _settings(self) -> dict[str, object]:
-        """The hook's name, and how it sums."""
+    def _compared_options(self) -> dict[str, object]:
         return {"hook": self.hook_name, "accumulate": self.accumulate, "local_size": self.local_size}
 
 
@@ -116,7 +115,7 @@ def _cast_hook(
     return future if future is not None else reduce_bucket(connections, adapted, algorithm, settings)
 
 
-@zero_copy
+@replayable
 @ddp_hook(CastState, dist.ProcessGroup)
 def allreduce_hook(
     process_group: dist.ProcessGroup | CastState, bucket: GradBucket
@@ -133,7 +132,7 @@ def allreduce_hook(
     return _cast_hook(process_group, bucket, None, "allreduce_hook")
 
 
-@zero_copy
+@replayable
 @ddp_hook(CastState, dist.ProcessGroup)
 def fp16_compress_hook(
     process_group: dist.ProcessGroup | CastState, bucket: GradBucket
@@ -155,7 +154,7 @@ def fp16_compress_hook(
     return _cast_hook(process_group, bucket, torch.float16, "fp16_compress_hook")
 
 
-@zero_copy
+@replayable
 @ddp_hook(CastState, dist.ProcessGroup)
 def bf16_compress_hook(
     process_group: dist.ProcessGroup | CastState, bucket: GradBucket
@@ -179,7 +178,7 @@ def bf16_compress_hook(
 
 def _compress_wrapper(hook: CommHook, dtype: torch.dtype, name: str) -> CommHook:
     @zero_copy
-    @ddp_hook()
+    @ddp_hook(wrapped=hook)
     def wrapper(hook_state, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[no-untyped-def]
         adapted = Bucket.of(bucket)
         if adapted.is_sparse:

@@ -4,7 +4,7 @@ A state has options, memory by parameter name, and a step count. The handshake b
 world size, resynchronization after errors, pickling and telemetry follow from the declaration of its memory.
 
 In `run`, a bucket goes through `Handshake.agree`, which compares the settings of the ranks, once;
-`StateMemory.of_bucket`, which finds its memory; and `reduce_bucket`, which runs the algorithm. On a GPU, `replayed`
+`StateMemory.memory_of`, which finds its memory; and `reduce_bucket`, which runs the algorithm. On a GPU, `replayed`
 repeats recorded steps.
 """
 
@@ -64,7 +64,7 @@ def hook_for(kind: type["HookState"]) -> Callable[[Hook], Hook]:
 
 
 @functools.cache
-def _compared_options(kind: type, local: frozenset[str]) -> tuple[tuple[str, ...], Callable[[Any], tuple[Any, ...]]]:
+def _options_reader(kind: type, local: frozenset[str]) -> tuple[tuple[str, ...], Callable[[Any], tuple[Any, ...]]]:
     """The names of the options that must be equal on all ranks, and a function that returns their values."""
     names = tuple(each.name for each in fields(kind) if each.name not in local)
     # With a single name, attrgetter returns the value itself, not a tuple.
@@ -82,15 +82,11 @@ class StepCount:
 
     def __init__(self) -> None:
         self.ended, self.is_open = 0, False
-        self._latest: int | None = None  # position of the latest bucket
-
-    def is_first(self, position: int) -> bool:
-        """Whether a bucket at this position would be the first one of a step."""
-        return not self.is_open or self._latest is None or position <= self._latest
+        self._latest = 0  # position of the latest bucket
 
     def begins(self, position: int) -> bool:
         """Note a bucket; returns whether it is the first one of a step."""
-        is_first, self._latest = self.is_first(position), position
+        is_first, self._latest = not self.is_open or position <= self._latest, position
         return is_first
 
     def end(self) -> None:
@@ -99,7 +95,7 @@ class StepCount:
 
     def number(self, position: int) -> int:
         """Number of the step to which a bucket at this position would belong."""
-        return self.ended + (self.is_first(position) and self.is_open)
+        return self.ended + (self.is_open and position <= self._latest)
 
 
 class HookState(HookSettings):
@@ -134,6 +130,7 @@ class HookState(HookSettings):
 
     local_options: ClassVar[frozenset[str]] = frozenset()
     compiles_early: ClassVar[bool] = False
+    _serves_one_model = True
     names: ParameterNames
     memory: StateMemory
     steps: StepCount
@@ -247,17 +244,14 @@ class HookState(HookSettings):
         return reduce_bucket(connections, bucket, chosen, self, memory=memory, iteration=iteration, names=names)
 
     def _variant(self, number: int) -> Hashable:
-        """Whether step ``number`` is compressed."""
         return number >= self._start
 
     def _begin_bucket(self, position: int) -> None:
-        """Begin a step at its first bucket."""
         self._prepared = None
         if self.steps.begins(position):
             self._begin_step()
 
     def _count_bucket(self, bucket: Bucket, memory: Any) -> None:
-        """Count the step at its last bucket."""
         self.steps.is_open = True
         if bucket.is_final:
             self._count_step()
@@ -272,29 +266,31 @@ class HookState(HookSettings):
         Raises:
             ValueError: loaded memory does not fit the model.
         """
-        return self.memory.of_bucket(bucket, names, group)
+        return self.memory.memory_of(bucket, names, group)
 
     def _begin_step(self) -> None:
-        """Begin a step. The one before ends now if its last bucket was skipped or went to another hook."""
         if self.steps.is_open:
-            self._count_step()
+            self._end_open_step()
         if self.memory.scaler is not None:
             self.memory.match_scale()
 
+    def _end_open_step(self) -> None:
+        """End a step whose last bucket was skipped or went to another hook."""
+        if self.steps.is_open:
+            self._count_step()
+
     def _count_step(self) -> None:
-        """Count a step that has ended."""
         self.steps.end()
         if self.memory.declared:
             self.names.is_closed = True
 
     # Options.
 
-    def _settings(self) -> dict[str, object]:
-        """The hook and its options, which must be equal on all ranks."""
+    def _compared_options(self) -> dict[str, object]:
         if self.options is None:
             return {"hook": self.hook_name}
         kind: type = type(self.options)
-        names, values = _compared_options(kind, self.local_options)
+        names, values = _options_reader(kind, self.local_options)
         return {"hook": self.hook_name, **dict(zip(names, values(self.options), strict=True))}
 
     def _apply_settings(self, settings: dict[str, object]) -> None:
@@ -338,7 +334,7 @@ class HookState(HookSettings):
         Returns:
             A `BucketMemory`; None to send the bucket uncompressed.
         """
-        return self.memory.make_bucket(parameters, dtype, names, earlier)
+        return self.memory.declared_memory(parameters, dtype, names, earlier)
 
     def follow_scaler(self, scaler: Scaler | None) -> None:
         """Multiply the error memory by the same factor as the scale of a gradient scaler whenever that changes.
@@ -470,7 +466,7 @@ class HookState(HookSettings):
         self._counts = {entry: list(saved[entry]) for entry in self._counts}
         self.iter = saved["iter"]
 
-    def _replicated(self) -> dict[str, object]:
+    def _handshake_facts(self) -> dict[str, object]:
         """The number of steps; after a load also numbers of tensors, and digests of those equal on all ranks."""
         return {"iter": self.iter, **(self.memory.loaded_facts() if self.handshake.is_loaded_anew else {})}
 
@@ -515,14 +511,14 @@ def option_values(options: Any) -> dict[str, Any]:
     return {each.name: getattr(options, each.name) for each in fields(options)} if options is not None else {}
 
 
-def share_hook_state(state: HookState, transport: GroupTransport, source: int, rank: int, device: torch.device) -> None:
+def share_hook_state(state: HookState, transport: GroupTransport, source: int, device: torch.device) -> None:
     """Load the replicated part of the hook state of rank ``source`` on every rank. A collective call."""
     saved = io.BytesIO()
-    if rank == source:
+    if transport.rank == source:
         torch.save(state.replicated_state(), saved)
     size = torch.tensor([saved.tell()], device=device)
     transport.wait(transport.broadcast(size, source))
-    content = bytearray(saved.getvalue() if rank == source else int(size))
+    content = bytearray(saved.getvalue() if transport.rank == source else int(size))
     message = torch.frombuffer(content, dtype=torch.uint8)  # shares the memory of `content`
     sent = message.to(device)
     transport.wait(transport.broadcast(sent, source))

@@ -38,7 +38,7 @@ from gradwire.compress._validation import (
 from gradwire.compress.memory import MemoryByName, error_like
 from gradwire.compress.powersgd import check_factors, check_size_of_factors
 from gradwire.hooks._bucket import Bucket, GradBucket
-from gradwire.hooks._decorators import ddp_hook
+from gradwire.hooks._decorators import ddp_hook, replayable
 from gradwire.hooks._memory import ERRORS
 from gradwire.hooks.hook_state import HookState, Memory, Step, hook_for
 from gradwire.kernels import WIRE_FORMATS, as_real, compute_dtype, gradient_layout, layout_in_dtype
@@ -258,12 +258,11 @@ class PowerSGDState(HookState):
 
         def __setattr__(self, name: str, value: Any) -> None: ...
 
-    def _replicated(self) -> dict[str, object]:
+    def _handshake_facts(self) -> dict[str, object]:
         """The factors, too, if `alternating` sends one side only."""
-        return super()._replicated() | (self.memory.digests() if self.options.alternating else {})
+        return super()._handshake_facts() | (self.memory.digests() if self.options.alternating else {})
 
     def _needs_names(self) -> str | None:
-        """Patterns in the options need names; see `HookState`."""
         has_patterns = not self._is_batched and bool(self.options.ranks or self.options.stacks)
         return "A pattern in ranks or stacks" if has_patterns else None
 
@@ -286,7 +285,6 @@ class PowerSGDState(HookState):
         return self._counts["numel"][1]
 
     def _count_step(self) -> None:
-        """Count a step that has ended."""
         super()._count_step()
         if self.steps.ended <= self._start:
             return
@@ -434,6 +432,7 @@ for _each in fields(PowerSGDOptions):
     setattr(PowerSGDState, _each.name, _option(_each.name))
 
 
+@replayable
 @hook_for(PowerSGDState)
 def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """All-reduce the mean of the gradients, each matrix M = G + E as P Q^T of rank r, with error feedback.

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from gradwire.compress import BucketScale, DelayedScaling, scaled_cast_all_reduce
 from gradwire.compress._validation import (
     MAX_COUNT,
+    check_count,
     check_elements,
     check_entries,
     check_keywords,
@@ -31,7 +32,7 @@ def __dir__() -> list[str]:
 
 
 class _Place(NamedTuple):
-    """The place of a bucket in its step."""
+    """The place of a bucket in its step, which the algorithm gets as the memory of the `Step`."""
 
     is_last: bool
     closes_step: bool  # whether the step before has ended without its last bucket
@@ -88,7 +89,7 @@ class ScaledCastState(HookState):
         self._n_seen = 0  # saturated elements of earlier runs
         self._has_warned = False  # of saturated elements
         self._saturated: HostCopy | None = None  # their number after an earlier step, on its way to the host
-        self._is_left_open = False  # whether the previous step lacked its last bucket, which counts skipped steps
+        self._is_left_open = False  # whether an earlier step lacked its last bucket, and no bucket has come since
 
     @property
     def nonfinite_elements(self) -> int:
@@ -110,7 +111,6 @@ class ScaledCastState(HookState):
         return f"{type(self).__name__}({options})"
 
     def _device_counters(self) -> dict[str, torch.Tensor]:
-        """The three totals, for `metrics`."""
         return dict(zip(("nonfinite_elements", "saturated_elements", "skipped_steps"), self._counters, strict=False))
 
     def exponents(self) -> dict[str, int]:
@@ -118,8 +118,6 @@ class ScaledCastState(HookState):
         return {name: int(exponent[0]) for name, exponent in self._exponents.items()}
 
     def _begin_step(self) -> None:
-        """Begin a step; see `HookState._begin_step`."""
-        self._is_left_open = self.steps.is_open
         super()._begin_step()
         copy = self._saturated
         if copy is not None and not is_capturing(copy.device) and copy.is_there():  # a capture allows no event query
@@ -134,6 +132,11 @@ class ScaledCastState(HookState):
                     "without a warning.",
                     stacklevel=2,
                 )
+
+    def _end_open_step(self) -> None:
+        """End a step without its last bucket, on which the algorithm counts skipped steps: the next bucket does."""
+        self._is_left_open |= self.steps.is_open
+        super()._end_open_step()
 
     def prepare(self, bucket: Bucket, names: tuple[str, ...], group: dist.ProcessGroup) -> "_Place":
         """The bucket as the algorithm sees it; its scale is created on the stream or thread that uses it."""
@@ -154,8 +157,11 @@ class ScaledCastState(HookState):
             self._exponents.update(dict.fromkeys(names, exponent))
         return self._scales[names]
 
+    def prepare_checkpoint(self) -> None:
+        """Do nothing: `state_dict` is no collective call."""
+
     def state_dict(self) -> dict[str, Any]:
-        """Scales and counters as plain tensors, for ``torch.load(weights_only=True)``.
+        """Step count, scales and counters as plain numbers and tensors, for ``torch.load(weights_only=True)``.
 
         Scales are equal on all ranks and fit any world size; element counts are this rank's. Parameters without a scale
         have entries too, so that `torch.distributed.checkpoint` can load into the state of a new run.
@@ -172,6 +178,7 @@ class ScaledCastState(HookState):
         names = sorted({*self.names.known(), *self._exponents})
         exponents = [self._exponents.get(name, first).cpu() for name in names]
         return {
+            "iter": self.iter,
             "names": names,
             "exponents": torch.stack(exponents) if exponents else torch.zeros(0, 2, dtype=torch.int32),
             "counters": self._counters.cpu().clamp(max=MAX_COUNT),
@@ -179,6 +186,8 @@ class ScaledCastState(HookState):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`, with any buckets and any world size.
+
+        The step count is 0 in checkpoints of earlier versions, which lack it.
 
         Raises:
             ValueError: an entry is missing, of another type, dtype or shape, or out of range. The message names it,
@@ -190,7 +199,8 @@ class ScaledCastState(HookState):
         self._exponents = dict(zip(state_dict["names"], exponents.unbind(), strict=True))
         self._counters = counters
         self._n_seen, self._saturated = int(counters[1]), None
-        self.handshake.expect()
+        self._is_left_open = False
+        self.iter = state_dict.get("iter", 0)
 
     def merge_shards(self, saved: dict[str, Any], shards: Sequence[dist.ProcessGroup]) -> dict[str, Any]:
         """Take the smallest scale of all shards of a parameter; see `HookState.merge_shards`."""
@@ -207,17 +217,15 @@ class ScaledCastState(HookState):
         """Step count, scales and the number of skipped steps; see `HookState.replicated_state`."""
         state = self.state_dict()
         state["counters"][[0, 1, 3]] = 0  # this rank's elements, and the step in progress
-        return {"iter": self.iter, **state}
+        return state
 
     def load_replicated_state(self, replicated: dict[str, Any]) -> None:
         """Take step count, scales and number of skipped steps from another rank; keep this rank's element counts."""
-        state = {entry: value for entry, value in replicated.items() if entry != "iter"}
-        counters = state["counters"].clone()
+        counters = replicated["counters"].clone()
         counters[:2] = self._counters[:2]
         n_seen = self._n_seen
-        self.load_state_dict({**state, "counters": counters})
+        self.load_state_dict({**replicated, "counters": counters})
         self._n_seen = n_seen
-        self.iter = replicated["iter"]
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickling: options and `state_dict`, without the process group, as in PyTorch's hook states."""
@@ -232,6 +240,7 @@ class ScaledCastState(HookState):
 def _check_state_dict(state: Mapping[str, Any]) -> None:
     """Raise ValueError unless ``state`` is a `ScaledCastState.state_dict`."""
     check_entries(state, "ScaledCastState", ("names", "exponents", "counters"))
+    check_count("iter", state.get("iter", 0))
     names, exponents, counters = state["names"], state["exponents"], state["counters"]
     if not isinstance(names, list):
         raise wrong("names", names, "a list of parameter names")

@@ -184,7 +184,7 @@ class Telemetry:
         self.latest: dict[str, float] = {}  # the metrics of the latest measured step
         self._state = weakref.proxy(state)
         self._every, self._exact_every, self._report = every, exact_every, report
-        self._latest_index: int | None = None  # index of the latest bucket
+        self._latest, self._is_open = 0, False  # position of the latest bucket, and whether others of its step come
         self.n_steps = 0  # steps that have begun
         self._agreed_at = 0  # steps before the latest handshake: all ranks count comparisons from there
         self._sample: Sample | None = None  # the current step's
@@ -203,13 +203,14 @@ class Telemetry:
         """Count the steps of ``exact_every`` from here. All ranks call it at the same bucket, with equal `settings`."""
         self._agreed_at = self.n_steps
 
-    def sample(self, index: int, n_before: int | None) -> Sample | None:
-        """The measurements of the current step, after the report of the previous ones.
+    def sample(self, position: int, is_final: bool, n_before: int | None) -> Sample | None:
+        """The measurements of the current step, to which a bucket belongs, after the report of the previous ones.
 
-        ``index`` is that of a bucket, ``n_before`` the number of steps before this one; None if the hook counts none.
+        ``n_before`` is the number of steps before this one; None if the hook counts none.
         """
-        latest, self._latest_index = self._latest_index, index
-        if latest is None or index <= latest:  # the buckets of a step come in the order of their indices
+        is_first = not self._is_open or position <= self._latest  # as `StepCount` has it
+        self._latest, self._is_open = position, not is_final
+        if is_first:
             self.flush()
             self._drop_incomplete()
             self.n_steps += 1

@@ -16,7 +16,7 @@ from torch.futures import Future
 from gradwire.comm import Transport
 from gradwire.comm.stream_executor import Handle
 from gradwire.compress import Gradients, Step, cast_all_reduce, repeatable
-from gradwire.hooks import _bucket as hooks
+from gradwire.hooks._bucket import BucketWork, OwnBucket
 from gradwire.hooks._names import plain_name
 from gradwire.hooks._plans import Plans
 from gradwire.hooks._reduction import reduce_bucket
@@ -51,12 +51,12 @@ class BucketHook(NamedTuple):
     is_zero_copy: bool
     is_registered: bool = False
     has_groups: bool = False  # whether it may have process groups of its own
-    can_replay: bool = True  # whether recorded steps replace its calls: it is gradwire's, and only reduces
+    can_replay: bool = True  # whether recorded steps replace its calls
     take_back: TakeBack | None = None  # adds a sent but unapplied gradient to the error memory
 
 
-class BucketBase(hooks.Bucket):
-    """The part of ``torch.distributed.GradBucket`` that dense and sparse buckets have in common."""
+class BucketBase(OwnBucket):
+    """What dense and sparse buckets have in common."""
 
     def __init__(self, spec: BucketSpec) -> None:
         self._spec = spec
@@ -65,28 +65,13 @@ class BucketBase(hooks.Bucket):
         self.members = spec.members
         self.divisor = 1  # of the default reduction's sums, until `launch` knows it
         # For hooks; `launch` sets the others.
-        self.position, self.is_final, self.first = spec.index, spec.is_last, spec.parameters[0]
+        self.position, self.first = spec.index, spec.parameters[0]
+        self.is_first, self.is_final = spec.index == 0, spec.is_last
         self.device, self.dtype = spec.parameters[0].device, spec.parameters[0].dtype.to_real()
         self.names = tuple(map(plain_name, spec.names))
         self.model_parameters = spec.model_parameters
         self.launch_range = f"gradwire::launch bucket {spec.index}"  # name of a profiler range
         self.stand_ins: list[int] = []  # positions of the parameters without a gradient on this rank in this backward
-
-    def index(self) -> int:
-        """Position in the order of launch."""
-        return self.position
-
-    def is_last(self) -> bool:
-        """Whether this is the last bucket that is launched in this backward."""
-        return self.is_final
-
-    def parameters(self) -> list[Tensor]:
-        """The parameters, in the order of their gradients in the buffer."""
-        return self._parameters
-
-    def parameter_names(self) -> list[str]:
-        """The names of `parameters`, as in ``module.named_parameters()``."""
-        return self._names
 
     def collect(
         self, zero_copy: bool, unused: Sequence[int], shared: Collection[int] = (), incoming: Tensor | None = None
@@ -199,7 +184,7 @@ class DenseBucket(BucketBase):
         self._replaced, self.dtype = buffer, buffer.dtype
         self.zero_copy = False
 
-    def work(self, transport: Transport | None = None, layout: SegmentTable | None = None) -> hooks.BucketWork:
+    def work(self, transport: Transport | None = None, layout: SegmentTable | None = None) -> BucketWork:
         """The gradients and the destination of the result, as hooks use them; see `gradwire.hooks._bucket.Bucket`.
 
         With zero-copy, these are the gradients themselves, or the buffer that they will be views of.
@@ -210,7 +195,7 @@ class DenseBucket(BucketBase):
         if self.as_view:
             target = self._flat
             source = target if self._gather_in_buffer() else source
-        return hooks.BucketWork(source, target, target.tensors[0])
+        return BucketWork(source, target, target.tensors[0])
 
     def empty_buffer(self) -> Tensor:
         """The flat buffer, uninitialized, for a hook to write the mean into, in place of the target of `work`."""
@@ -393,10 +378,10 @@ class DenseBucket(BucketBase):
         first = self._flat.tensors[0] if self.as_view else self._grads[0]
         is_in_target = result.data_ptr() == first.data_ptr() and result.numel() == first.numel()
         scale = self._scale if is_in_target else 1.0
-        results = self._grads if is_in_target and not self.as_view else self._views(result.reshape(-1))
-        for i, (name, result) in enumerate(zip(self._names, results, strict=True)):
-            if i not in self._taken_back and result.isfinite().all():
-                take_back(name, result / scale)
+        parts = self._grads if is_in_target and not self.as_view else self._views(result.reshape(-1))
+        for i, (name, part) in enumerate(zip(self._names, parts, strict=True)):
+            if i not in self._taken_back and part.isfinite().all():
+                take_back(name, part / scale)
 
     def _views(self, buffer: Tensor) -> list[Tensor]:
         """Views of a flat buffer in the shapes, strides and dtype of the gradients."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,13 +14,12 @@ from gradwire.comm import Transport, connections_of
 from gradwire.comm.connections import has_streams
 from gradwire.comm.transport import wait_for
 from gradwire.compress import Gradients
-from gradwire.hooks._bucket import Bucket, BucketWork, tensor_in
-from gradwire.hooks._decorators import CommHook, is_zero_copy
+from gradwire.hooks._bucket import BucketWork, OwnBucket, tensor_in
+from gradwire.hooks._decorators import CommHook, is_zero_copy, name_of
 from gradwire.hooks._names import plain_name
 from gradwire.hooks.hook_state import HookState
 from gradwire.kernels import SegmentTable
-from gradwire.sharded.exchange import ShardedExchange, name_of
-from gradwire.sharded.reduce_scatter import QuantizedReduceScatter
+from gradwire.sharded.exchange import ShardedExchange
 from gradwire.sharded.torch_internals import ParameterGroup
 
 
@@ -35,7 +34,7 @@ def shard_layouts(parameters: Mapping[str, Any], dtype: torch.dtype, device: tor
     return layouts
 
 
-class ShardBucket(Bucket):
+class ShardBucket(OwnBucket):
     """The bucket that a hook gets: this rank's shards of the gradients of one parameter group.
 
     It is to FSDP2 what `gradwire.reducer.bucket.DenseBucket` is to gradwire's DDP. FSDP2 has collected the gradients in
@@ -62,81 +61,82 @@ class ShardBucket(Bucket):
         model_layouts: Mapping[str, Tensor],
     ) -> None:
         layouts = shard_layouts(parameters, dtype, device)
-        self._names, self._layouts = list(layouts), list(layouts.values())
+        self._names, self._parameters = list(layouts), list(layouts.values())
         self.numel = 0
         self._offsets: list[int] = []
         for name, parameter in parameters.items():
             if name in layouts:
                 self._offsets.append(self.numel)
             self.numel += parameter.padded_sharded_param_size.numel()
-        self._table = SegmentTable(self._layouts)
+        self._table = SegmentTable(self._parameters)
         self._flat: Tensor | None = None
-        self.position, self.is_final, self.zero_copy = 0, False, True
+        self._replaced: Tensor | None = None  # the tensor that a hook passed to `set_buffer`
+        self.position, self.is_first, self.is_final, self.zero_copy = 0, True, False, True
         self.device, self.dtype, self.process_group = device, dtype.to_real(), replicas
         self.names = tuple(map(plain_name, self._names))
         self.first, self.model_parameters = model_layouts[self._names[0]], list(model_layouts.values())
-        self.layouts = [(layout.shape, layout.stride()) for layout in self._layouts]
+        self.layouts = [(layout.shape, layout.stride()) for layout in self._parameters]
 
     def collect(self, flat: Tensor, position: int, is_last: bool, zero_copy: bool) -> None:
         """Hold the gradients of a backward, the bucket number ``position`` of it."""
-        self._flat, self.position, self.is_final, self.zero_copy = flat, position, is_last, zero_copy
+        self._flat, self.zero_copy, self.dtype = flat, zero_copy, flat.dtype.to_real()
+        self.position, self.is_first, self.is_final = position, position == 0, is_last
 
     def release(self) -> None:
         """Drop the gradients."""
-        self._flat = None
-
-    def index(self) -> int:
-        """Position in the order of this backward."""
-        return self.position
-
-    def is_last(self) -> bool:
-        """Whether all parameter groups have reduced their gradients."""
-        return self.is_final
-
-    def parameters(self) -> list[Tensor]:
-        """Tensors in the layouts of the shards, without memory."""
-        return self._layouts
-
-    def parameter_names(self) -> list[str]:
-        """Fully qualified parameter names."""
-        return self._names
+        self._flat = self._replaced = None
 
     def gradients(self) -> list[Tensor]:
-        """One view of the flat tensor per parameter."""
-        return self.views(self.buffer())
+        """One view of `buffer` per parameter."""
+        buffer = self.buffer()
+        return self.views(buffer) if buffer.numel() == self.numel else list(self._table.views(buffer))
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """One view of a flat tensor per parameter."""
         return [
             flat.as_strided(layout.shape, layout.stride(), flat.storage_offset() + offset)
-            for layout, offset in zip(self._layouts, self._offsets, strict=True)
+            for layout, offset in zip(self._parameters, self._offsets, strict=True)
         ]
 
     def buffer(self) -> Tensor:
-        """The flat tensor, padding included."""
-        assert self._flat is not None
-        return self._flat
+        """The flat tensor, padding included, or that of `set_buffer`."""
+        buffer = self._flat if self._replaced is None else self._replaced
+        assert buffer is not None
+        return buffer
+
+    def set_buffer(self, buffer: Tensor) -> None:
+        """Replace the flat tensor that `buffer` and `gradients` return. The new one may be without padding."""
+        if buffer.dim() != 1 or buffer.numel() not in (self.numel, self._table.numel) or buffer.device != self.device:
+            raise ValueError(
+                f"The new buffer has shape {tuple(buffer.shape)} on {buffer.device}; expected ({self.numel},) on "
+                f"{self.device}, as the old one."
+            )
+        self._replaced, self.dtype, self.zero_copy = buffer, buffer.dtype, False
 
     def work(self, transport: Transport | None = None, layout: SegmentTable | None = None) -> BucketWork:
-        """The gradients, one tensor per parameter, which receive the mean; or the flat tensor."""
-        if not self.zero_copy:
+        """The gradients, one tensor per parameter, which receive the mean; or the flat tensor.
+
+        A hook with memory, which a user's hook calls, needs the ``layout`` without padding.
+        """
+        if not self.zero_copy and (layout is None or self._replaced is not None):
             return super().work(transport, layout)
         gradients = Gradients(self.gradients(), self._table)
-        return BucketWork(gradients, gradients, gradients.tensors[0])
+        return BucketWork(gradients, gradients, gradients.tensors[0] if self.zero_copy else self.buffer())
 
     def empty_buffer(self) -> Tensor:
         """A flat tensor for the mean, without padding."""
-        return torch.empty(self._table.numel, dtype=self._layouts[0].dtype, device=self.device)
+        return torch.empty(self._table.numel, dtype=self._parameters[0].dtype, device=self.device)
 
     def finish(self, result: Tensor) -> None:
         """Write a hook's result into the flat tensor, unless the hook has."""
-        flat = self.buffer()
+        flat = self._flat
+        assert flat is not None
         if result.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr():
             return
         if result.numel() == flat.numel() and not self.zero_copy:
             flat.copy_(result.view_as(flat))
         else:
-            Gradients(self.gradients(), self._table).unflatten(result.view(-1))
+            Gradients(self.views(flat), self._table).unflatten(result.view(-1))
 
 
 class ReplicaGroup(dist.ProcessGroup):
@@ -214,10 +214,10 @@ class ReplicaGroup(dist.ProcessGroup):
             bucket.release()
         if isinstance(self._state, HookState):
             kept = flat if is_mean else flat.clone()  # FSDP2 divides sums
-            take_back = partial(self._take_back, bucket, kept)
+            take_back = partial(self._take_back, bucket, kept, getattr(self._group.reduce_scatter, "take_back", None))
             self._exchange.keep_result(self._group, take_back, replaces_earlier=True)
 
-    def _take_back(self, bucket: ShardBucket, mean: Tensor) -> None:
+    def _take_back(self, bucket: ShardBucket, mean: Tensor, to_shards: Callable[..., None] | None) -> None:
         """Add a mean that was not applied to the errors of the hook, or of the reduce-scatter if the hook has none."""
         if not mean.isfinite().all():  # the errors have not changed
             return
@@ -227,8 +227,8 @@ class ReplicaGroup(dist.ProcessGroup):
             for name, view in zip(names, bucket.views(mean), strict=True)
             if self._state.memory.take_back(name, view)
         ]
-        if isinstance(self._group.reduce_scatter, QuantizedReduceScatter):
-            self._group.reduce_scatter.take_back(mean, taken)
+        if to_shards is not None:
+            to_shards(mean, taken)
 
     def _bucket(self, dtype: torch.dtype) -> ShardBucket | None:
         """Shards of the trainable parameters, in ``dtype``; None if this rank has none, or their order is unknown."""

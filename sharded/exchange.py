@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 
@@ -10,16 +12,13 @@ import torch
 import torch.distributed as dist
 
 from gradwire.comm import connections_of
-from gradwire.comm.connections import has_streams
+from gradwire.comm.connections import has_streams, may_follow_from_peer
 from gradwire.comm.torch_internals import NO_BACKWARD, current_backward, queue_callback
 from gradwire.comm.transport import wait_for
 from gradwire.hooks._handshake import compare_settings
 from gradwire.sharded.torch_internals import ParameterGroup
 
-
-def name_of(hook: object) -> str:
-    """The name of a hook, for reports and error messages."""
-    return str(getattr(hook, "__name__", "hook"))
+logger = logging.getLogger("gradwire.sharded")
 
 
 class ShardedExchange:
@@ -30,6 +29,9 @@ class ShardedExchange:
     a rank that fails leaves the exchange in all its process groups. At the end of the backward, all ranks meet, so that
     none goes on while another one raises. On NCCL they do not: the hosts would have to wait for their devices.
 
+    A backward in which the user's own code has raised is no step: once the next one begins, its results return to the
+    error memory.
+
     On a CPU, FSDP2 waits for the result of a collective. Exchanges that FSDP2 reads only after the backward are awaited
     at its end, and overlap it.
 
@@ -37,27 +39,19 @@ class ShardedExchange:
         groups: the process groups of shards, of replicas and of tensor parallel ranks, in the same order on all ranks.
         device: device of the gradients. Parameters may be offloaded to another one.
         settings: settings that must be equal on all ranks, with the name of the ``hook``.
-        n_averages: number of parameter groups that a hook averages between replicas in a whole step.
-        step_ends: called at the end of every backward that has raised no error.
 
     Attributes:
         groups: the process groups.
         device: device of the gradients.
+        n_averages: number of parameter groups that a hook averages between replicas in a whole step.
         n_steps: number of backwards that have raised no error.
-        step_ends: the list of these functions, to which `Attachment.step_ends` may add.
+        step_ends: functions that are called at the end of each of them.
     """
 
-    def __init__(
-        self,
-        groups: Iterable[dist.ProcessGroup],
-        device: torch.device,
-        settings: Mapping[str, str],
-        n_averages: int = 0,
-        step_ends: Sequence[Callable[[], None]] = (),
-    ) -> None:
-        self.groups, self.device = list(dict.fromkeys(groups)), device
-        self.n_steps, self.step_ends = 0, list(step_ends)
-        self._settings, self._n_averages = settings, n_averages
+    def __init__(self, groups: Iterable[dist.ProcessGroup], device: torch.device, settings: Mapping[str, str]) -> None:
+        self.groups, self.device, self._settings = list(dict.fromkeys(groups)), device, settings
+        self.n_averages = self.n_steps = 0
+        self.step_ends: list[Callable[[], None]] = []
         self._averaged: list[ParameterGroup] = []  # by a hook, in this backward
         # The exchanges in flight: process group, name, and the function that waits for the result.
         self._awaited: dict[ParameterGroup, tuple[dist.ProcessGroup, str, Callable[[], None]]] = {}
@@ -66,18 +60,22 @@ class ShardedExchange:
         self._is_loaded = False  # whether a checkpoint was loaded since the ranks compared their settings
         self._agreed: dict[dist.ProcessGroup, int] = {}  # generation of the connections in the latest handshake
         self._backward = NO_BACKWARD
+        self._callback: Callable[[], object] = lambda: None  # returns the callback of the backward while that runs
         self._error: Exception | None = None  # of this backward
 
     def begin(self) -> None:
         """Begin a step at the first collective of a backward."""
         backward = current_backward()
-        if backward not in (NO_BACKWARD, self._backward):  # NO_BACKWARD: in a callback at the end of the backward
-            self._error = None
-            if self._backward != NO_BACKWARD:  # an earlier backward has raised an error of the user's
-                self.wait()
-                self._end_step()
-            self._backward = backward
-            queue_callback(self._end_backward)
+        if backward in (NO_BACKWARD, self._backward):  # NO_BACKWARD: in a callback at the end of the backward
+            return
+        if self._backward != NO_BACKWARD:
+            if self._callback() is not None:  # inside of a backward that still runs: reentrant checkpointing
+                return
+            self.wait()
+            self.restart()
+        self._backward, self._error, callback = backward, None, self._end_backward
+        self._callback = weakref.ref(callback)
+        queue_callback(callback)  # autograd drops it if the backward raises
 
     def has_averaged(self, parameters: ParameterGroup) -> bool:
         """Whether a hook has averaged the parameter group in this backward."""
@@ -86,7 +84,7 @@ class ShardedExchange:
     def begin_average(self, parameters: ParameterGroup) -> tuple[int, bool]:
         """Note that a hook averages the parameter group; returns its position in this backward, and if it is last."""
         self._averaged.append(parameters)
-        return len(self._averaged) - 1, len(self._averaged) == self._n_averages
+        return len(self._averaged) - 1, len(self._averaged) == self.n_averages
 
     def attempt(self, group: dist.ProcessGroup, name: str, exchange: Callable[[], None]) -> bool:
         """Call ``exchange``, which exchanges gradients between the ranks of ``group``, unless this backward has failed.
@@ -110,7 +108,7 @@ class ShardedExchange:
             with torch.no_grad():
                 exchange()
         except Exception as error:
-            self._error, is_of_peer = error, type(error) is RuntimeError  # gloo's, if a rank has left
+            self._error, is_of_peer = error, may_follow_from_peer(error)
             elsewhere = connections_of(group).failure_elsewhere(wait=is_of_peer)
             own = f"The {name} failed on rank {dist.get_rank()}: {error}"
             if is_of_peer and (elsewhere is None or elsewhere not in str(error)):
@@ -131,9 +129,13 @@ class ShardedExchange:
     def wait(self) -> None:
         """Wait for the exchanges in flight, in order."""
         while self._awaited:
-            key = next(iter(self._awaited))
-            if self.attempt(*self._awaited[key]):
-                del self._awaited[key]
+            parameters, (group, name, _) = next(iter(self._awaited.items()))
+            self.attempt(group, name, partial(self._finish, parameters))
+
+    def _finish(self, parameters: ParameterGroup) -> None:
+        """Wait for the result of an exchange in flight, once: an exchange that has failed is not in flight any more."""
+        _, _, finish = self._awaited.pop(parameters)
+        finish()
 
     def keep_result(
         self, parameters: ParameterGroup, take_back: Callable[[], None], *, replaces_earlier: bool = False
@@ -154,10 +156,12 @@ class ShardedExchange:
         for group in self.groups:
             with suppress(RuntimeError):  # the group was destroyed
                 connections_of(group).fail(reason)
-        awaited, self._awaited = self._awaited, {}
-        for _, _, finish in awaited.values():
-            with suppress(Exception), torch.no_grad():  # the exchange has failed on this rank, too
-                finish()
+        for parameters, (_, name, _) in list(self._awaited.items()):
+            try:
+                with torch.no_grad():
+                    self._finish(parameters)
+            except Exception:
+                logger.debug("The %s has also failed on this rank:", name, exc_info=True)
 
     def _compare_settings(self) -> None:
         """The handshake of all ranks, at the first exchange, after a load, and on new connections."""
@@ -199,8 +203,8 @@ class ShardedExchange:
         for group in list(self._unapplied):
             if not group.holds_partial_sums():
                 del self._unapplied[group]
-        for step_ends in self.step_ends:
-            step_ends()
+        for callback in self.step_ends:
+            callback()
 
     def restart(self) -> None:
         """Discard the step that an error has ended."""

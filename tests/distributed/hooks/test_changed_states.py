@@ -2,11 +2,13 @@
 
 from dataclasses import replace
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from gradwire.comm.executor import Executor
 from gradwire.hooks.default_hooks import CastState, bf16_compress_hook
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
@@ -167,6 +169,19 @@ def test_steps_with_skipped_buckets_are_counted_and_compressed(hook, layers, wra
     assert getattr(state, "iter", None) in (None, 8 - is_late)
     assert getattr(state, "skipped_steps", None) in (None, 1)
     assert sent_bytes() - before != 4 * 20 * len(layers)
+
+
+@on_ranks(2)
+def test_step_that_skips_the_first_buckets_is_measured_by_itself_and_frees_workspaces():
+    state, measured = CastState(), []
+    state.observe(every=1, report=lambda metrics: measured.append(metrics["step"]))
+    ddp = wrapped(model=Parts(), hook=(state, bf16_compress_hook), bucket_cap_mb=SMALLEST, **FEATURES["skip-unused"])
+    with mock.patch.object(Executor, "start_step", autospec=True) as start_step:
+        for layers in ((4,), (0, 1, 2), (4,), (0, 1, 2)):
+            ddp(torch.ones(3, 4), layers).backward()
+    state.stop_observing()
+    assert measured == [1, 2, 3, 4]
+    assert start_step.call_count == 4
 
 
 @pytest.mark.parametrize("make", [int4, power_sgd])

@@ -297,6 +297,19 @@ RESUMPTIONS = {
 }
 
 
+@on_ranks(2)
+def test_one_rank_saves_alone_and_checkpoints_without_a_step_count_load():
+    ddp, state = WRAPPERS["gradwire"](Probe((5,))), ScaledCastState()
+    register(ddp, (state, scaled_cast_hook))
+    ddp(torch.ones(5)).backward()
+    if dist.get_rank() == 0:
+        state.prepare_checkpoint()
+        saved = state.state_dict()
+        assert saved.pop("iter") == 1
+        state.load_state_dict(saved)
+        assert state.iter == 0
+
+
 @pytest.mark.parametrize("resumption", RESUMPTIONS)
 def test_law7_resumed_training_is_bitwise_equal_to_uninterrupted_run(worlds, resumption):
     # Scales are powers of two, so any scale that keeps a gradient normal on the wire gives the same bits; on two ranks,

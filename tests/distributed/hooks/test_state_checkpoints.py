@@ -44,7 +44,7 @@ ENTRIES = {
     "batched_powersgd": OF_POWERSGD,
     "int4": {"iter", "errors"},
     "topk": {"iter", "errors"},
-    "scaled_fp16": {"names", "exponents", "counters"},
+    "scaled_fp16": {"iter", "names", "exponents", "counters"},
 }
 
 

@@ -151,6 +151,8 @@ def damaged_powersgd_states():
 def damaged_scaled_cast_states():
     """(id, damaged state, the entry that the message has to name)."""
     good = scaled_cast_state()
+    for value in (*JUNK, -1, INT64_MAX):
+        yield f"iter is {value!r}", changed(good, "iter", value), "iter"
     for key in good:
         yield f"no {key}", {other: value for other, value in good.items() if other != key}, f"'{key}'"
         for value in JUNK:
