@@ -135,7 +135,8 @@ def _label_ends(figure: Figure, axes: Axes, above: bool) -> None:
 def _panels_of_bars(panels: dict[str, list[Record]], metric: str, unit: str, width: float, height: float) -> Figure:
     """A panel for each title, with PyTorch's bar above gradwire's for each hook."""
     figure = _figure(width, height)
-    for axes, (title, records) in zip(figure.subplots(1, len(panels), sharey=True), panels.items(), strict=True):
+    grid = figure.subplots(1, len(panels), sharey=True, squeeze=False).flat
+    for axes, (title, records) in zip(grid, panels.items(), strict=True):
         hooks = unique(record["hook"] for record in records)
         for shift, (name, (color, _)) in zip((-0.2, 0.2), _SIDES.items(), strict=True):
             of = [[record for record in records if record["hook"] == hook] for hook in hooks]
