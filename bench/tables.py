@@ -107,7 +107,7 @@ def relative(metric: str, baseline: float | None) -> Cell:
 
 
 def difference(own: Mapping[Any, float], baseline: Mapping[Any, float]) -> str:
-    """The mean of the differences of values with equal keys, such as seeds, with their range; empty if there are none."""
+    """The mean difference of values with equal keys, such as seeds, and its range; empty if there are none."""
     found = [number - baseline[key] for key, number in own.items() if key in baseline]
     spread = f" ({min(found):+.3f} to {max(found):+.3f})" if len(found) > 1 else ""
     return f"{fmean(found):+.3f}{spread}" if found else ""

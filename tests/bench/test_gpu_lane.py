@@ -82,6 +82,12 @@ def test_lane_without_gpu_names_the_rehearsal(capsys, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_first_stage_refuses_a_choice_of_cases(capsys):
+    with pytest.raises(SystemExit):
+        lane.main(["smoke", "first", "--only=int4"], enter)
+    assert "--only selects no cases of the stage first" in capsys.readouterr().err
+
+
 def test_stages_cover_every_hook_and_wire_format():
     for stage in ("smoke", "ranks"):
         names = list(lane.CASES[stage])
