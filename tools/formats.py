@@ -30,6 +30,7 @@ class Format(NamedTuple):
     round_blocks: Rounding  # of [blocks, block_size], all blocks of one tensor
 
     def rounded(self, x: Tensor) -> Tensor:
+        """The numbers that arrive if ``x``, fp32, is sent."""
         flat = x.flatten()
         blocks = functional.pad(flat, (0, -flat.numel() % self.block_size)).view(-1, self.block_size)
         return self.round_blocks(blocks).flatten()[: flat.numel()].view_as(x)

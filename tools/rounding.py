@@ -196,6 +196,7 @@ def measure() -> Measured:
 
 
 def tables(records: Sequence[Record]) -> list[Table]:
+    """The errors of all-reduces, and gradwire's formats beside published ones."""
     return [errors_table(records), formats_table(records)]
 
 

@@ -72,6 +72,7 @@ METHODS = (
 
 
 def measure() -> Measured:
+    """Train with each method and seed."""
     records: list[Record] = []
     for method in track(METHODS, description="trainings"):
         for seed in range(SEEDS):
@@ -134,7 +135,7 @@ def tables(records: Sequence[Record]) -> list[Table]:
         f"losses (nats): that of {PLAIN}, and for the others the difference with the same seed; mean of {SEEDS} seeds "
         "(range)",
         f"training loss: mean over the last {WINDOW} steps and the ranks; validation loss after the last step",
-        "averaged: the memory of LoCo; int4-128: groups of 128, as in SDP4Bit without its rotation; both re-implemented",
+        "averaged: LoCo's memory; int4-128: groups of 128, as in SDP4Bit without its rotation; both re-implemented",
         "error memory: bytes per element of the unsharded model, on every rank",
     ]
     return [pivot(title, records, names, columns, notes)]

@@ -65,8 +65,11 @@ def test_trainings_that_are_done_are_not_repeated(monkeypatch):
         def __init__(self, task, case, implementation):
             trained.append((case["hook"], case["seed"], implementation))
 
-        run = lambda self, progress: None
-        records = lambda self: []
+        def run(self, progress):
+            pass
+
+        def records(self):
+            return []
 
     monkeypatch.setattr(long_runs, "LongTraining", Double)
     monkeypatch.setattr(long_runs.dist, "get_rank", lambda: 1)
