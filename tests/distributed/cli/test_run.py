@@ -35,6 +35,7 @@ def test_unchanged_loop_has_the_bits_of_the_registered_hook(hook):
     (compression,) = made
     assert compression.n_steps == 12
     assert f"gradwire run: {hook} on Mlp" in run_report.report(made)
+    assert compression._state is not None, "a report only reads"
 
 
 @on_ranks(2)
@@ -103,6 +104,7 @@ def test_unchanged_loop_of_hsdp_has_the_bits_of_attach():
         unchanged = train_sharded((2, 1))
     attached = train_sharded((2, 1), lambda model: gradwire.attach(model, QuantizationState(wire="int4")))
     assert_same_bits(unchanged, attached)
+    made[0].release()
     text = run_report.report(made)
     assert "2 ranks, 24 steps" in text and "times fewer bytes" in text
     assert made[0].metrics["step"] == [12, 22], "one step in ten, after two plain ones"
