@@ -26,12 +26,12 @@ from torch.distributed.tensor import DTensor
 import gradwire
 from gradwire.bench import launch, namespaces, scale
 from gradwire.bench.implementations import GRADWIRE, PYTORCH, TorchDDP
-from gradwire.bench.namespaces import LOOPBACK, Rate, limit_to, places_of
+from gradwire.bench.namespaces import Rate, limit, places_of
 from gradwire.bench.record import Measured, Metric, Record, percentiles_ms, records_of
+from gradwire.bench.scale import FLAT, HIERARCHICAL
 from gradwire.bench.tables import Cell, Group, Table, find, format_rate, format_value, groups_of, median_of, pivot
 from gradwire.bench.tasks import Batch, Gpt, Text
-from gradwire.bench.timing import peak_memory, slowest
-from gradwire.bench.turns import time_in_turn
+from gradwire.bench.timing import peak_memory, slowest, time_in_turn
 from gradwire.hooks.debugging_hooks import noop_hook
 from gradwire.hooks.default_hooks import CastState, bf16_compress_hook
 from gradwire.hooks.powerSGD_hook import PowerSGDState
@@ -39,20 +39,20 @@ from gradwire.hooks.quantization_hooks import QuantizationState
 from gradwire.planner.hook_registry import FIRST_COMPRESSED
 from gradwire.sharded import ReduceScatterOptions
 
-FLAT, HIERARCHICAL, HSDP, REPLICATE, FSDP2 = "ddp-flat", "ddp-hierarchical", "hsdp", "replicate", "fsdp2"
-PLAIN, NOOP = "plain", "noop"
-METHODS = (PLAIN, "bf16", "int8", "int4", "powersgd-r4")
+HSDP, REPLICATE, FSDP2 = "hsdp", "replicate", "fsdp2"
+UNCOMPRESSED, NOOP = "plain", "noop"
+METHODS = (UNCOMPRESSED, "bf16", "int8", "int4", "powersgd-r4")
 SEAMS = {
     FLAT: (NOOP, *METHODS),
     HIERARCHICAL: ("bf16", "int8", "int4"),
     HSDP: METHODS,
     REPLICATE: METHODS,
-    FSDP2: (PLAIN, "bf16", "int8", "int4"),
+    FSDP2: (UNCOMPRESSED, "bf16", "int8", "int4"),
 }
 DEFAULT_RATES = ("100mbit", "1gbit")
 HOSTS, RANKS_PER_HOST = 2, 2
 # Largest relative error of the first compressed gradient; a projection is closer to the mean than zero is.
-TOLERANCES = {PLAIN: 1e-5, "bf16": 2**-7, "int8": 2**-5, "int4": 0.35, "powersgd-r4": 1.0}
+TOLERANCES = {UNCOMPRESSED: 1e-5, "bf16": 2**-7, "int8": 2**-5, "int4": 0.35, "powersgd-r4": 1.0}
 
 
 class Bytes(Text):
@@ -80,7 +80,7 @@ class NodesCase:
         ranks = dist.get_world_size()
         wrapped: nn.Module = model
         if self.seam in (FLAT, HIERARCHICAL):
-            ddp = TorchDDP if self.method == PLAIN else gradwire.DistributedDataParallel
+            ddp = TorchDDP if self.method == UNCOMPRESSED else gradwire.DistributedDataParallel
             wrapped = ddp(model, process_group=dist.new_group())
         elif self.seam == HSDP:
             mesh = init_device_mesh("cpu", (hosts, ranks // hosts), mesh_dim_names=("replicate", "shard"))
@@ -91,7 +91,7 @@ class NodesCase:
             mesh = DeviceMesh.from_group(dist.new_group(), "cpu", mesh_dim_names=(name,))
             for module in (*model.layers, model):
                 wrap(module, mesh=mesh)
-        if self.method == PLAIN:
+        if self.method == UNCOMPRESSED:
             return wrapped, None
         if self.seam == FSDP2:
             within = self.method if self.method == "bf16" else ReduceScatterOptions(wire=self.method)
@@ -148,7 +148,7 @@ class NodesCase:
         return self.records({"rate": rate}, metrics)
 
     def records(self, case: dict[str, Any], metrics: dict[str, Any]) -> list[Record]:
-        by = PYTORCH if self.method == PLAIN else GRADWIRE
+        by = PYTORCH if self.method == UNCOMPRESSED else GRADWIRE
         case = case | {"seam": self.seam, "method": self.method}
         return records_of("nodes", case, by, dist.get_world_size(), metrics)
 
@@ -164,10 +164,10 @@ def exact_means(model: nn.Module, task: Text, batch: Batch) -> list[Tensor]:
 
 
 def measure(seams: Sequence[str], rates: Sequence[Rate], steps: int, training_steps: int) -> Measured:
-    """Loss, step times, bytes and memory of each method on each seam, over links between hosts or over `LOOPBACK`."""
+    """Loss, step times, bytes and memory of each method on each seam, over links between hosts or over loopback."""
     settings = {"seams": list(seams), "rates": [rate.name for rate in rates], "steps": steps, "threads": 1}
     settings |= {"training_steps": training_steps, "hosts": HOSTS, "ranks_per_host": RANKS_PER_HOST}
-    with places_of(HOSTS, list(rates) == [LOOPBACK], RANKS_PER_HOST) as places:
+    with places_of(HOSTS, rates, RANKS_PER_HOST) as places:
         records = launch.run(__name__, settings, places)
         # One process for each case, whose peak memory is its own.
         cases = [[seam, method] for seam in seams for method in SEAMS[seam] if method != NOOP]
@@ -198,20 +198,20 @@ def train(seam: str, method: str, settings: dict[str, Any]) -> list[Record]:
 
 def time_steps(settings: dict[str, Any]) -> list[Record]:
     """Check the gradients of all methods, then time interleaved steps. A collective call."""
-    task, rates, steps = Bytes(), settings["rates"], settings["steps"]
+    task, rates, steps = Bytes(), list(map(Rate.named, settings["rates"])), settings["steps"]
     batches = list(islice(task.batches(0, dist.get_rank(), dist.get_world_size()), max(FIRST_COMPRESSED + 1, steps)))
     first = batches[: FIRST_COMPRESSED + 1]
     means = exact_means(task.make_model(), task, first[-1])
     cases = [NodesCase(task, seam, method, settings["hosts"]) for seam in settings["seams"] for method in SEAMS[seam]]
     for case in cases:
         case.check(first, means)
-    records, sent_bytes = [], None if rates == [LOOPBACK.name] else namespaces.sent_bytes
+    records, sent_bytes = [], None if all(rate.is_loopback for rate in rates) else namespaces.sent_bytes
     for rate in rates:
         if os.environ["LOCAL_RANK"] == "0":
-            limit_to(rate)
+            limit(rate)
         dist.barrier()
-        time_in_turn(cases, range(steps), rate, batches.__getitem__, sent_bytes)
-        records += [record for case in cases for record in case.times(rate)]
+        time_in_turn(cases, range(steps), rate.name, batches.__getitem__, sent_bytes)
+        records += [record for case in cases for record in case.times(rate.name)]
     return records
 
 
@@ -227,8 +227,8 @@ def tables(records: Sequence[Record]) -> list[Table]:
     result = []
     groups = groups_of(timed, "rate")
     for (rate,), group in groups:
-        link = "loopback" if rate == LOOPBACK.name else f"link between nodes: {format_rate(rate)}"
-        result.append(_table(f"{Metric.STEP_MS}, {nodes}, {link}", group, Metric.STEP_MS))
+        title = f"{Metric.STEP_MS}, {nodes}, link between nodes: {format_rate(rate)}"
+        result.append(_table(title, group, Metric.STEP_MS))
     (rate,), last = groups[-1]
     if find(last, Metric.SENT_PER_STEP):
         result.append(_table(f"Sent per step by a node, at {format_rate(rate)}", last, Metric.SENT_PER_STEP))
@@ -247,10 +247,11 @@ def _table(title: str, records: Sequence[Record], metric: str, base: float = 0) 
         def text(group: Group) -> str:
             seam = FLAT if group[0]["seam"] == HIERARCHICAL else group[0]["seam"]
             found = median_of((record for record in group if record["method"] == method), metric)
-            plain = median_of((r for r in shown if (r["seam"], r["method"]) == (seam, PLAIN)), metric)
+            plain = median_of((r for r in shown if (r["seam"], r["method"]) == (seam, UNCOMPRESSED)), metric)
             if found is None:
                 return "-"
-            speed_up = f" ({plain / found:.2g}x)" if metric == Metric.STEP_MS and method != PLAIN and plain else ""
+            is_compared = metric == Metric.STEP_MS and method != UNCOMPRESSED
+            speed_up = f" ({plain / found:.2g}x)" if is_compared and plain else ""
             return format_value(metric, max(found - base, 0)) + speed_up
 
         return text

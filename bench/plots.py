@@ -18,10 +18,10 @@ from gradwire.bench import converge, demo, kernels, network
 from gradwire.bench.implementations import GRADWIRE, PYTORCH
 from gradwire.bench.record import Metric, Record, format_bytes, replacing, unique
 from gradwire.bench.tables import count, find, format_bandwidth, format_link, format_number, groups_of, median_of
-from gradwire.planner.hook_registry import STAR_NOTE, display_name, label
-from gradwire.planner.model import step_seconds
-from gradwire.planner.probe import CAST, PLAIN, Measurement
+from gradwire.planner.hook_registry import CAST, PLAIN, STAR_NOTE, display_name, label
+from gradwire.planner.measurement import Measurement
 from gradwire.planner.recommend import Advice
+from gradwire.planner.step_model import step_seconds
 
 Records = Sequence[Record]
 
@@ -135,7 +135,8 @@ def _label_ends(figure: Figure, axes: Axes, above: bool) -> None:
 def _panels_of_bars(panels: dict[str, list[Record]], metric: str, unit: str, width: float, height: float) -> Figure:
     """A panel for each title, with PyTorch's bar above gradwire's for each hook."""
     figure = _figure(width, height)
-    for axes, (title, records) in zip(figure.subplots(1, len(panels), sharey=True), panels.items(), strict=True):
+    grid = figure.subplots(1, len(panels), sharey=True, squeeze=False).flat
+    for axes, (title, records) in zip(grid, panels.items(), strict=True):
         hooks = unique(record["hook"] for record in records)
         for shift, (name, (color, _)) in zip((-0.2, 0.2), _SIDES.items(), strict=True):
             of = [[record for record in records if record["hook"] == hook] for hook in hooks]

@@ -35,9 +35,8 @@ from gradwire.bench.tables import (
     speed_up,
     value,
 )
-from gradwire.bench.timing import bench_device, peak_memory, slowest
-from gradwire.bench.turns import turns
-from gradwire.planner.clock import synchronize
+from gradwire.bench.timing import bench_device, peak_memory, slowest, turns
+from gradwire.planner.device_sync import synchronize
 from gradwire.planner.hook_registry import HOOKS, label
 
 WARM_UP = 5  # the first steps build and rebuild buckets

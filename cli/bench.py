@@ -297,13 +297,12 @@ def bench_report(
             print_tables(TABLES[first.bench](records))
             for source in unique(f"{r.provenance['command']}\n{machine_line(r.provenance)}.\n" for r in records):
                 typer.echo(source)
-            if plots is not None and first.bench in DRAWINGS:
-                DRAWINGS[first.bench](records, plots / f"{path.stem}.png")
-                typer.echo(f"Plot: {plots / path.stem}.png\n")
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, StopIteration) as error:
-            # Each benchmark has cases and settings of its own.
+        except Exception as error:  # each benchmark has cases and settings of its own
             typer.echo(f"gradwire bench report: {path} is damaged, or from another version ({error!r}).", err=True)
             raise typer.Exit(1) from None
+        if plots is not None and first.bench in DRAWINGS:
+            DRAWINGS[first.bench](records, plots / f"{path.stem}.png")
+            typer.echo(f"Plot: {plots / path.stem}.png\n")
 
 
 def _run(

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from gradwire import kernels
+from gradwire.bench.kernel_bytes import BLOCK_SIZE, element_bytes
 
-BLOCK_SIZE = 64  # of gradwire's formats
 Rounding = Callable[[Tensor], Tensor]  # of fp32 numbers, to those that arrive
 
 
@@ -76,7 +76,7 @@ def of_wire(wire: kernels.WireFormat) -> Format:
         bound.dequantize(message, layout.sections[0], [result])
         return result
 
-    return Format(wire.name, 8 * wire.block_bytes(BLOCK_SIZE) / BLOCK_SIZE, rounded)
+    return Format(wire.name, 8 * element_bytes(wire), rounded)
 
 
 def microscaling(name: str, bits: int, elements: Minifloat) -> Format:

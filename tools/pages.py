@@ -18,7 +18,7 @@ from gradwire.bench.plots import DRAWINGS
 from gradwire.bench.record import Record, RecordError, load, replacing, unique
 from gradwire.bench.tables import Table, machine_line
 from gradwire.cli.bench import TABLES as BENCH_TABLES
-from tools import advice_error, gpu, page_tables, rounding, sharded_losses, soak
+from tools import advice_error, choice_tables, gpu_records, rounding, sharded_losses, soak
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -38,22 +38,21 @@ Results = dict[str, list[Record]]  # by file name
 # By name: the results files, and the function of their records.
 TABLES: dict[str, tuple[tuple[str, ...], Callable[..., list[Table]]]] = {
     **{name: ((name,), BENCH_TABLES[name]) for name in BENCH_TABLES if name not in ("converge", "long_runs")},
-    "converge_digits": (("converge_digits",), BENCH_TABLES["converge"]),
-    "converge_text": (("converge_text",), BENCH_TABLES["converge"]),
+    **{
+        f"converge_{what}": ((f"converge_{what}",), BENCH_TABLES["converge"])
+        for what in ("digits", "text", "optimizers_digits", "optimizers_text")
+    },
     "converge_long_text": (("converge_long_text",), BENCH_TABLES["long_runs"]),
-    "converge_optimizers_digits": (("converge_optimizers_digits",), BENCH_TABLES["converge"]),
-    "converge_optimizers_text": (("converge_optimizers_text",), BENCH_TABLES["converge"]),
-    "network_20ms": (("network_20ms",), BENCH_TABLES["network"]),
-    "network_80ms": (("network_80ms",), BENCH_TABLES["network"]),
+    **{name: ((name,), BENCH_TABLES["network"]) for name in ("network_20ms", "network_80ms")},
     "rounding": (("rounding",), lambda records: [rounding.errors_table(records)]),
     "formats": (("rounding",), lambda records: [rounding.formats_table(records)]),
     "sharded_losses": (("sharded_losses",), sharded_losses.tables),
     "advise": (("advise",), advice_error.tables),
-    "leading": (("converge_text", "converge_long_text"), page_tables.leading),
-    "choice": (("network", "converge_long_text"), page_tables.hooks),
-    "wires": (("converge_long_text", "rounding"), page_tables.wire_formats),
+    "leading": (("converge_text", "converge_long_text"), choice_tables.leading),
+    "choice": (("network", "converge_long_text"), choice_tables.hooks),
+    "wires": (("converge_long_text", "rounding"), choice_tables.wire_formats),
     "soak": (("soak",), soak.tables),
-    "gpu": (("gpu",), gpu.tables),
+    "gpu": (("gpu",), gpu_records.tables),
 }
 
 

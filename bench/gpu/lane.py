@@ -32,7 +32,7 @@ import torch
 
 import gradwire
 from gradwire.bench.gpu import first
-from gradwire.bench.gpu.compare import LaneCase
+from gradwire.bench.gpu.case import LaneCase
 from gradwire.bench.gpu.hook_checks import HOOK_CHECKS
 from gradwire.bench.gpu.kernel_checks import KERNEL_CHECKS
 from gradwire.bench.gpu.report import tables
@@ -196,9 +196,11 @@ def main(arguments: Sequence[str] | None = None, rehearse: Rehearse | None = Non
     parser.add_argument("--output", type=Path, default=OUTPUT, help="file of JSON lines; default: %(default)s")
     parser.add_argument("--limit", type=float, default=CASE_LIMIT, help="seconds per case; default: %(default)g")
     parser.add_argument(
-        "--only", action="append", metavar="TEXT", help="only cases whose name contains TEXT; repeatable"
+        "--only", action="append", metavar="TEXT", help="only cases whose name contains TEXT; repeatable; not for first"
     )
     options = parser.parse_args(arguments)
+    if options.only and "first" in options.stages:
+        parser.error("--only selects no cases of the stage first, which runs all of its cases; leave one of them out")
     if rehearse is None and not torch.cuda.is_available():
         print(
             "There is no CUDA device here. In a checkout, make gpu-rehearsal runs the cases on the CPU.",
@@ -206,8 +208,7 @@ def main(arguments: Sequence[str] | None = None, rehearse: Rehearse | None = Non
         )
         return 2
     open_cases = []
-    only = options.only or [""]
+    shared = {"rehearse": rehearse, "output": options.output, "limit": options.limit}
     for stage in options.stages:
-        shared = {"rehearse": rehearse, "output": options.output, "limit": options.limit}
-        open_cases += run_first(**shared) if stage == "first" else run_stage(stage, **shared, only=only)
+        open_cases += run_first(**shared) if stage == "first" else run_stage(stage, **shared, only=options.only or [""])
     return 1 if open_cases else 0

@@ -17,6 +17,7 @@ import torch
 import gradwire
 from gradwire.bench.gpu import first, lane, worker
 from gradwire.bench.gpu.hook_checks import CAPTURED, HOOKS
+from gradwire.bench.host_double import c_compilers
 from gradwire.hooks.quantization_hooks import QuantizationState
 from gradwire.kernels import WIRE_FORMATS
 from gradwire.planner import hook_registry
@@ -80,6 +81,12 @@ def test_lane_without_gpu_names_the_rehearsal(capsys, tmp_path):
     assert lane.main(["smoke", "--output", str(tmp_path / "records.jsonl")]) == 2
     assert "make gpu-rehearsal" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_first_stage_refuses_a_choice_of_cases(capsys):
+    with pytest.raises(SystemExit):
+        lane.main(["smoke", "first", "--only=int4"], enter)
+    assert "--only selects no cases of the stage first" in capsys.readouterr().err
 
 
 def test_stages_cover_every_hook_and_wire_format():
@@ -233,6 +240,7 @@ def test_preflight_names_what_is_missing(monkeypatch, tmp_path):
     monkeypatch.setenv("CC", "no-such-compiler")
     with pytest.raises(AssertionError, match=r"no no-such-compiler on the path\. Install gcc, or set CC"):
         first.c_compiler(cpu)
+    assert c_compilers() == [], "Triton uses no other compiler"
     monkeypatch.setattr(first.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
     with pytest.raises(AssertionError, match="Install the headers of this Python"):
         first.python_headers(cpu)

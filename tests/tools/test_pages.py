@@ -4,6 +4,7 @@ import itertools
 import re
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from matplotlib.image import imread
@@ -122,6 +123,13 @@ def test_report_prints_tables_and_draws_plots_of_every_benchmark(name, tmp_path)
     assert done.exit_code == 0, done.output
     assert RESULTS[name][0].provenance["command"] in done.output
     assert (tmp_path / f"{name}.png").exists() == (RESULTS[name][0].bench in DRAWINGS)
+
+
+@pytest.mark.parametrize(("name", "rate", "ranks"), [("network", "1gbit", 2), ("hooks", None, 1)])
+def test_plot_of_one_rate_or_world_size_has_one_panel(name, rate, ranks, figure_of):
+    one = [record for record in RESULTS[name] if (record.case.get("rate"), record.ranks) == (rate, ranks)]
+    with mock.patch.dict(RESULTS, {name: one}):
+        assert len(figure_of(name).axes) == 1
 
 
 def test_report_refuses_files_without_results_of_a_benchmark(tmp_path):

@@ -1,4 +1,4 @@
-"""``python -m tools.compare`` finds regressions between two states of the code, from the results of benches.
+"""``python -m tools.regressions`` finds regressions between two states of the code, from the results of benches.
 
 Absolute times of two runs are not comparable: a machine's speed varies from hour to hour. In every
 bench, gradwire and PyTorch take turns; this module compares the ratios of their times. Repeated
@@ -38,19 +38,12 @@ _NAMING = (*_SETTING, "method")
 
 @dataclass(frozen=True)
 class Change:
-    """The change of a ratio.
+    """The change of a ratio."""
 
-    Attributes:
-        what: name of the ratio: bench, case and implementations.
-        before: the ratios of the runs of one state.
-        after: the ratios of the runs of the other state.
-        band: the noise, as a fraction.
-    """
-
-    what: str
-    before: list[float]
-    after: list[float]
-    band: float
+    what: str  # name of the ratio: bench, case and implementations
+    before: list[float]  # the ratios of the runs of one state
+    after: list[float]  # those of the other state
+    band: float  # the noise, as a fraction
 
     @property
     def factor(self) -> float:
@@ -66,11 +59,7 @@ class Change:
 
 
 def load_ratios(path: Path) -> Ratios:
-    """Every ratio in a file that a bench wrote.
-
-    Raises:
-        RecordError: the file is not one that a bench writes.
-    """
+    """Every ratio in a file of results. Raises RecordError if the file is not one that a bench writes."""
     return dict(ratios(load(path)))
 
 
@@ -176,11 +165,11 @@ def main(
     try:
         states = [[load_ratios(path) for path in paths] for paths in (before, after)]
     except RecordError as error:
-        typer.echo(f"tools.compare: {error}.", err=True)
+        typer.echo(f"tools.regressions: {error}.", err=True)
         raise typer.Exit(1) from None
     changes, lost = compare(*states), missing(*states)
     if not changes:
-        typer.echo("tools.compare: the files have no measurement in common.", err=True)
+        typer.echo("tools.regressions: the files have no measurement in common.", err=True)
         raise typer.Exit(1)
     print_tables([table(changes)])
     slower = [change for change in changes if change.verdict == "slower"]
