@@ -20,11 +20,12 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from gradwire.cli.run_advise import measured_script, on_ddp_init
 from gradwire.hooks._bucket import GradBucket
+from gradwire.hooks._by_name import QUANTIZED
 from gradwire.hooks._decorators import CommHook
 from gradwire.hooks.default_hooks import CastState
 from gradwire.hooks.hook_state import HookSettings, HookState
 from gradwire.kernels import WIRE_FORMATS
-from gradwire.planner.hook_registry import HOOKS, PLAIN, QUANTIZED, Registration
+from gradwire.planner.hook_registry import HOOKS, PLAIN, Registration
 from gradwire.planner.jobs import JobError
 from gradwire.planner.model_probe import STEPS, ScriptProbe
 from gradwire.planner.recommend import advise

@@ -10,14 +10,14 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks as torch_debugging_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_default_hooks
 
+from gradwire.hooks._by_name import QUANTIZED, hook_named
 from gradwire.hooks._decorators import CommHook
 from gradwire.hooks.debugging_hooks import noop_hook
-from gradwire.hooks.default_hooks import CastState, allreduce_hook, bf16_compress_hook, fp16_compress_hook
-from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
-from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
-from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
+from gradwire.hooks.default_hooks import bf16_compress_hook
+from gradwire.hooks.powerSGD_hook import batched_powerSGD_hook
 from gradwire.kernels import WIRE_FORMATS
 
+RANKS = (1, 4, 16, 32)  # of PowerSGD with factors in fp32
 FIRST_COMPRESSED = 2  # of measurements: the step from which on the buckets are final
 DEFAULT_CAP_MB = 25  # bucket size of DistributedDataParallel, in MiB
 
@@ -61,108 +61,112 @@ _BF16_ON_CPUS = (
 )
 
 
-def _code(hook: CommHook, state: str = "None") -> str:
-    """The lines that register a hook; ``state`` is an expression that calls a class of the hook's module, or None."""
-    comment = _BF16_ON_CPUS if hook is bf16_compress_hook else ""
-    if state == "None":
-        return (
-            f"{comment}from {hook.__module__} import {hook.__name__}\n\nmodel.register_comm_hook(None, {hook.__name__})"
-        )
-    return (
-        f"{comment}from {hook.__module__} import {state.partition('(')[0]}, {hook.__name__}\n\n"
-        f"state = {state}\nmodel.register_comm_hook(state, {hook.__name__})"
-    )
+def _code(name: str, options: str = "", comment: str = "") -> str:
+    """The lines that compress the gradients of ``model`` with a hook."""
+    comment += _BF16_ON_CPUS if hook_named(name).hook is bf16_compress_hook else ""
+    return f'{comment}import gradwire\n\ngradwire.attach(model, "{name}"{options})'
 
 
-def _plain(description: str, ours: CommHook | None, theirs: CommHook | None, wire: torch.dtype | None) -> HookEntry:
-    """A hook without options, whose state is the process group."""
+def _plain(hook: CommHook | None) -> Make:
+    """Makes the registration of a hook without options, whose state is the process group; of none for None."""
+    return lambda group, start: None if hook is None else (group, hook)
 
-    def maker(hook: CommHook | None) -> Make:
-        return lambda group, start: None if hook is None else (group, hook)
 
+def _cast(
+    name: str, description: str, theirs: CommHook, wire: torch.dtype, make: Make | None = None, *, is_same: bool = True
+) -> HookEntry:
+    """A hook that only casts; by default with the process group as its state."""
     return HookEntry(
         description=description,
-        make=maker(ours),
-        code=_code(ours) if ours is not None else "",
+        make=make or _plain(hook_named(name).hook),
+        code=_code(name),
         wire=wire,
-        pytorch=PyTorchHook(make=maker(theirs)),
+        pytorch=PyTorchHook(make=_plain(theirs), is_same=is_same),
     )
 
 
-def _low_rank(
-    rank: int, description: str, hook: CommHook = powerSGD_hook, *, is_same: bool = True, **options: Any
-) -> HookEntry:
+def _with_state(name: str) -> Make:
+    """Makes the state of a named hook with its defaults."""
+    named = hook_named(name)
+    return lambda group, start: (named.state(group), named.hook)
+
+
+def _low_rank(name: str, description: str, *, is_same: bool = False) -> HookEntry:
     """A hook of the PowerSGD family, compared with PyTorch's `powerSGD_hook` of the same rank."""
-    arguments = "".join(f", {name}={value!r}" for name, value in options.items()).replace("'", '"')
+    named = hook_named(name)
 
     def make_pytorchs(group: dist.ProcessGroup | None, start: int) -> Registration:
         from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 
+        rank = named.options["matrix_approximation_rank"]
         return torch_powersgd.PowerSGDState(group, rank, start), torch_powersgd.powerSGD_hook
 
     return HookEntry(
         description=description,
-        make=lambda group, start: (PowerSGDState(group, rank, start, **options), hook),
-        code="# Compresses from the third step on. Raise start_powerSGD_iter to the warm-up of your learning rate.\n"
-        + _code(hook, f"PowerSGDState(None, matrix_approximation_rank={rank}, start_powerSGD_iter=2{arguments})"),
+        make=lambda group, start: (named.state(group, start_powerSGD_iter=start), named.hook),
+        code=_code(
+            name,
+            ", start_powerSGD_iter=2",
+            "# Compresses from the third step on. Raise start_powerSGD_iter to the warm-up of your learning rate.\n",
+        ),
         below_16_bits=True,
-        by_bucket=hook is batched_powerSGD_hook,
+        by_bucket=named.hook is batched_powerSGD_hook,
         pytorch=PyTorchHook(make=make_pytorchs, is_same=is_same, one_bucket=True, requires="numpy"),
     )
 
 
-def _quantized(wire: str) -> HookEntry:
+def _quantized(name: str) -> HookEntry:
     """`quantization_hook`, and PyTorch's fp16 hook: its quantization hooks raise an IndexError on gloo."""
-    bits = 8 * WIRE_FORMATS[wire].block_bytes(64) / 64
+    named = hook_named(name)
+    bits = 8 * WIRE_FORMATS[named.options["wire"]].block_bytes(64) / 64
     return HookEntry(
         description=f"gradients in {bits} bits per element, with a scale per 64 elements",
-        make=lambda group, start: (QuantizationState(group, wire, start_iter=start), quantization_hook),
-        code=_code(quantization_hook, f"QuantizationState(None, {wire!r})".replace("'", '"')),
+        make=lambda group, start: (named.state(group, start_iter=start), named.hook),
+        code=_code(name),
         below_16_bits=True,
-        pytorch=PyTorchHook(
-            make=lambda group, start: (group, torch_default_hooks.fp16_compress_hook),
-            is_same=False,
-            wire=torch.float16,
-        ),
+        pytorch=PyTorchHook(make=_plain(torch_default_hooks.fp16_compress_hook), is_same=False, wire=torch.float16),
     )
 
 
-# Wire formats with scales by the hook that sends them.
-QUANTIZED = {"fp8" if name == "fp8_e4m3" else name: name for name, wire in WIRE_FORMATS.items() if wire.is_scaled}
+def _uncompressed(description: str, ours: CommHook | None, theirs: CommHook | None) -> HookEntry:
+    wire = torch.float32 if ours is None else None
+    return HookEntry(description=description, make=_plain(ours), wire=wire, pytorch=PyTorchHook(make=_plain(theirs)))
 
+
+_FP16, _BF16 = torch_default_hooks.fp16_compress_hook, torch_default_hooks.bf16_compress_hook
 HOOKS: dict[str, HookEntry] = {
-    "none": _plain("no hook, gradients in fp32", None, None, torch.float32),
-    "noop": _plain("nothing", noop_hook, torch_debugging_hooks.noop_hook, None),
-    "allreduce": _plain("gradients in fp32", allreduce_hook, torch_default_hooks.allreduce_hook, torch.float32),
-    "fp16": _plain("gradients in fp16", fp16_compress_hook, torch_default_hooks.fp16_compress_hook, torch.float16),
-    "bf16": _plain("gradients in bf16", bf16_compress_hook, torch_default_hooks.bf16_compress_hook, torch.bfloat16),
-    "scaled-fp16": HookEntry(
-        description="gradients in fp16, times a power of two per bucket",
-        make=lambda group, start: (ScaledCastState(group), scaled_cast_hook),
-        code=_code(scaled_cast_hook, "ScaledCastState()"),
-        wire=torch.float16,
-        pytorch=PyTorchHook(make=lambda group, _: (group, torch_default_hooks.fp16_compress_hook), is_same=False),
+    "none": _uncompressed("no hook, gradients in fp32", None, None),
+    "noop": _uncompressed("nothing", noop_hook, torch_debugging_hooks.noop_hook),
+    "allreduce": _cast("allreduce", "gradients in fp32", torch_default_hooks.allreduce_hook, torch.float32),
+    "fp16": _cast("fp16", "gradients in fp16", _FP16, torch.float16),
+    "bf16": _cast("bf16", "gradients in bf16", _BF16, torch.bfloat16),
+    "scaled-fp16": _cast(
+        "scaled-fp16",
+        "gradients in fp16, times a power of two per bucket",
+        _FP16,
+        torch.float16,
+        _with_state("scaled-fp16"),
+        is_same=False,
     ),
-    "bf16-fp32-sum": HookEntry(
-        description="gradients in bf16, summed in fp32",
-        make=lambda group, start: (CastState(group, accumulate="fp32"), bf16_compress_hook),
-        code=_code(bf16_compress_hook, 'CastState(accumulate="fp32")'),
-        wire=torch.bfloat16,
-        pytorch=PyTorchHook(make=lambda group, _: (group, torch_default_hooks.bf16_compress_hook), is_same=False),
+    "bf16-fp32-sum": _cast(
+        "bf16-fp32-sum",
+        "gradients in bf16, summed in fp32",
+        _BF16,
+        torch.bfloat16,
+        _with_state("bf16-fp32-sum"),
+        is_same=False,
     ),
-    **{hook: _quantized(wire) for hook, wire in QUANTIZED.items()},
-    "powersgd-r1": _low_rank(1, "factors of rank 1"),
-    "powersgd-r4": _low_rank(4, "factors of rank 4"),
-    "powersgd-r16": _low_rank(16, "factors of rank 16"),
-    "powersgd-r32": _low_rank(32, "factors of rank 32"),
-    "powersgd-r8-int8": _low_rank(8, "factors of rank 8 in 8 bit", is_same=False, factor_wire="int8"),
-    "powersgd-r16-int8": _low_rank(16, "factors of rank 16 in 8 bit", is_same=False, factor_wire="int8"),
-    "powersgd-r32-int8": _low_rank(32, "factors of rank 32 in 8 bit", is_same=False, factor_wire="int8"),
-    "powersgd-r4-bf16": _low_rank(4, "factors of rank 4 in bf16", is_same=False, factor_dtype=torch.bfloat16),
-    "powersgd-r4-alternating": _low_rank(4, "one factor of rank 4 per step", is_same=False, alternating=True),
+    **{name: _quantized(name) for name in QUANTIZED},
+    **{f"powersgd-r{rank}": _low_rank(f"powersgd-r{rank}", f"factors of rank {rank}", is_same=True) for rank in RANKS},
+    **{
+        f"powersgd-r{rank}-int8": _low_rank(f"powersgd-r{rank}-int8", f"factors of rank {rank} in 8 bit")
+        for rank in (8, 16, 32)
+    },
+    "powersgd-r4-bf16": _low_rank("powersgd-r4-bf16", "factors of rank 4 in bf16"),
+    "powersgd-r4-alternating": _low_rank("powersgd-r4-alternating", "one factor of rank 4 per step"),
     # Not compared with PyTorch's batched_powerSGD_hook: in torch 2.13 it raises an AssertionError at its
     # first compressed step, because it passes a 2-D factor to a function for 3-D ones.
-    "powersgd-r4-batched": _low_rank(4, "factors of rank 4 of the flat bucket", batched_powerSGD_hook, is_same=False),
+    "powersgd-r4-batched": _low_rank("powersgd-r4-batched", "factors of rank 4 of the flat bucket"),
 }
 
 # The hooks that average gradients: with noop, ranks drift apart.

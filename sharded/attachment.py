@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from gradwire.hooks._by_name import NONE, hook_named
 from gradwire.hooks._decorators import CommHook, name_of
 from gradwire.hooks._names import check_patterns
 from gradwire.hooks._settings import HookSettings, check_pairing, in_group
@@ -128,6 +129,7 @@ def attach(
     hook: Callable[..., Any] | None = None,
     *,
     within: str | ReduceScatterOptions | None = None,
+    **options: Any,
 ) -> Attachment:
     """Compress the gradients of ``model``, wherever the model exchanges them.
 
@@ -140,26 +142,37 @@ def attach(
 
     Args:
         model: the wrapped model.
-        state: state of the hook. A `HookState` serves one model.
-        hook: the communication hook; by default the one that the state is made for.
+        state: the name of a hook, such as "int4", "powersgd-r16-int8" or "int4-no-feedback" (see docs/hooks.md), or the
+            state of a hook. A `HookState` serves one model. On FSDP2 without replicas, the name of a wire format is
+            ``within``. With "none", nothing is compressed.
+        hook: the communication hook of the state; by default the one that it is made for.
         within: the exchange within a replica: a wire format, such as "bf16", "fp16", "int8" or "int4", without error
             feedback, or `ReduceScatterOptions`; None for PyTorch's reduce-scatter.
+        options: options of the named hook's state, such as ``exempt=["*.bias"]``.
 
     Returns:
         A handle; its ``report`` says what is compressed.
 
     Raises:
-        TypeError: ``model`` is none of these, ``state`` and ``within`` are both missing, or ``hook`` is missing for a
-            state that several hooks share.
+        TypeError: ``model`` is none of these, ``state`` and ``within`` are both missing, ``hook`` is missing for a
+            state that several hooks share, or there are ``options`` or a ``hook`` that ``state`` does not take.
         NotImplementedError: a hook on FSDP2 without replicas, or a release of PyTorch that gradwire does not know.
-        ValueError: ``within`` is not a wire format, has no effect on this model, or has a name pattern that matches no
-            parameter; the model has replicas of different ranks; or the state belongs to another model.
+        ValueError: there is no hook of that name; ``within`` is not a wire format, has no effect on this model, or has
+            a name pattern that matches no parameter; the model has replicas of different ranks; or the state belongs
+            to another model.
 
     Examples:
+        >>> gradwire.attach(DistributedDataParallel(model), "int4")
         >>> fully_shard(model, mesh=init_device_mesh("cuda", (n_nodes, 8), mesh_dim_names=("replicate", "shard")))
-        >>> gradwire.attach(model, QuantizationState(wire="int4"), within="bf16")
+        >>> gradwire.attach(model, "int4", within="bf16")
     """
-    options = _reduce_scatter_options(within)
+    if state == NONE:
+        return Attachment(None, "nothing is compressed")
+    if isinstance(state, str):
+        state, hook, within = _named(model, state, hook, within, options)
+    elif options:
+        raise TypeError(f"attach got {next(iter(options))}=..., an option of a state. Pass it to the state.")
+    scatter = _reduce_scatter_options(within)
     averages = state is not None or hook is not None or within is None
     if averages:
         hook = hook or _hook_of(state)
@@ -173,12 +186,12 @@ def attach(
     replicated = [group for group in groups if group.replicas is not None]
     scattered = [group for group in groups if group.shards is not None]
     _check_groups(model, groups, averages, within)
-    check_patterns(options, [name for group in groups for name in group.parameters], "within")
+    check_patterns(scatter, [name for group in groups for name in group.parameters], "within")
     if averages and isinstance(state, HookState):
         names = [name for group in replicated for name in group.parameters]
         state.names.check_names(names)
         check_patterns(state.options, names)
-    settings = {name: str(value) for name, value in option_values(options).items()}
+    settings = {name: str(value) for name, value in option_values(scatter).items()}
     process_groups = [each for group in groups for each in group.process_groups()]
     exchange = ShardedExchange(process_groups, groups[0].device, {"hook": "attach", **settings})
     report = []
@@ -188,9 +201,9 @@ def attach(
         state = in_group(state, hook, replicas)
         line = _attach_average(replicated, state, hook, exchange)
         report.append(f"{line} between {replicas.size()} replicas")
-    if options is not None:
-        report.append(_attach_scatter(scattered, options, exchange))
-    plain = ["the reduce-scatter"] if scattered and options is None else []
+    if scatter is not None:
+        report.append(_attach_scatter(scattered, scatter, exchange))
+    plain = ["the reduce-scatter"] if scattered and scatter is None else []
     if replicated and not averages:
         plain.append("the all-reduce between replicas")
     elif (left := len(replicated) - exchange.n_averages) > 0:
@@ -198,6 +211,21 @@ def attach(
     if plain:
         report.append(f"plain: {', '.join(plain)}")
     return Attachment(state, "; ".join(report), model, groups, exchange)
+
+
+def _named(
+    model: nn.Module, name: str, hook: object, within: Any, options: Mapping[str, Any]
+) -> tuple[Any, CommHook | None, Any]:
+    """State, hook and ``within`` for the name of a hook."""
+    if hook is not None:
+        raise TypeError(f"attach got the name {name!r} and a hook. Leave out the hook, or pass a state with it.")
+    named = hook_named(name)
+    wire = named.options.get("wire", name)
+    if within is None and not options and wire in WIRE_FORMATS and not isinstance(model, TorchDDP):
+        groups = list(parameter_groups(model))
+        if groups and all(group.replicas is None for group in groups):
+            return None, None, wire
+    return named.state(**options), named.hook, within
 
 
 def is_attached(model: nn.Module) -> bool:
@@ -278,8 +306,8 @@ def _hook_of(state: Any) -> CommHook:
     """The hook that a state is made for: the function of that name in the state's module."""
     if state is None:
         raise TypeError(
-            "attach was given neither a state nor within. Pass the state of a hook, as in "
-            "attach(model, QuantizationState()), or within='bf16' for the reduce-scatter of FSDP2."
+            "attach was given neither a hook nor within. Pass the name of a hook, as in attach(model, 'int4'), its "
+            "state, or within='bf16' for the reduce-scatter of FSDP2."
         )
     found = None
     if isinstance(state, HookSettings):

@@ -309,8 +309,23 @@ def test_attach_refuses_models_without_replicas_and_a_second_hook():
     gradwire.attach(part := sharded("fsdp"), within="bf16")._groups[0].restore()  # the others stay compressed
     assert "attached to this model already" in message_of(gradwire.attach, part, within="bf16")
     assert "attach(model, state, hook)" in message_of(gradwire.attach, sharded("hsdp"), CastState())
-    assert "neither a state nor within" in message_of(gradwire.attach, sharded("hsdp"))
+    assert "neither a hook nor within" in message_of(gradwire.attach, sharded("hsdp"))
     assert gradwire.attach(sharded("fsdp"), within="bf16").state_dict() == {}
+
+
+@on_ranks(2)
+def test_attach_takes_names_of_hooks():
+    ddp = gradwire.DistributedDataParallel(nn.Linear(8, 8))
+    attachment = gradwire.attach(ddp, "int4-no-feedback", exempt=["*.bias"])
+    assert repr(attachment.state) == repr(QuantizationState(wire="int4", use_error_feedback=False, exempt=["*.bias"]))
+    assert "quantization_hook compresses the all-reduce" in attachment.report
+    assert gradwire.attach(sharded("fsdp"), "fp8").report == gradwire.attach(sharded("fsdp"), within="fp8_e4m3").report
+    assert "plain: the all-reduce" not in gradwire.attach(sharded("replicate"), "powersgd-r2").report
+    assert gradwire.attach(nn.Linear(2, 2), "none").report == "nothing is compressed"
+    assert "Did you mean 'int4'?" in message_of(gradwire.attach, ddp, "int-4")
+    assert "got the name 'int4' and a hook" in message_of(gradwire.attach, ddp, "int4", allreduce_hook)
+    assert "an option of a state" in message_of(gradwire.attach, ddp, QuantizationState(), exempt=["*.bias"])
+    assert "fully_shard over a 1-D mesh" in message_of(gradwire.attach, sharded("fsdp"), "powersgd-r2")
 
 
 @on_ranks(4)

@@ -1,0 +1,101 @@
+"""Hooks by name, such as ``int4`` or ``powersgd-r16-int8``: the state and the hook that a name stands for.
+
+    allreduce, fp16, bf16                    the gradients in a dtype
+    bf16-fp32-sum                            in bf16, summed in fp32
+    scaled-fp16                              in fp16, times a power of two per bucket
+    int8, fp8, int6, int4, int2, sign        a wire format of `quantization_hook`
+    powersgd-r8                              `powerSGD_hook` with rank 8, or any other
+    powersgd-r8-int8, -int4, -fp16           with factors in that wire format
+    powersgd-r8-bf16                         with factors in an all-reduce of bf16
+    powersgd-r8-alternating                  with one factor per step
+    powersgd-r8-batched                      `batched_powerSGD_hook`
+
+``-no-feedback`` at the end of a wire format or of PowerSGD's name switches error feedback off.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from gradwire.hooks._decorators import CommHook
+from gradwire.hooks.default_hooks import CastState, allreduce_hook, bf16_compress_hook, fp16_compress_hook
+from gradwire.hooks.powerSGD_hook import FACTOR_WIRES, PowerSGDState, batched_powerSGD_hook, powerSGD_hook
+from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
+from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
+from gradwire.kernels import WIRE_FORMATS
+
+# Wire formats with scales by the name of their hook.
+QUANTIZED = {"fp8" if name == "fp8_e4m3" else name: name for name, wire in WIRE_FORMATS.items() if wire.is_scaled}
+NONE = "none"  # no hook
+_ALIASES = {"fp8_e4m3": "fp8"}
+_NO_FEEDBACK = r"(?P<off>-no-feedback)?"
+_WIRE = re.compile(rf"(?P<wire>{'|'.join(QUANTIZED)}){_NO_FEEDBACK}")
+_POWERSGD = re.compile(
+    rf"powersgd-r(?P<rank>[1-9]\d*)(?:-(?P<factors>{'|'.join(FACTOR_WIRES)}))?"
+    rf"(?:-(?P<variant>alternating|batched))?{_NO_FEEDBACK}"
+)
+_EXAMPLES = ("powersgd-r4", "powersgd-r16", "powersgd-r16-int8", "powersgd-r32-int8", "int4-no-feedback")
+
+
+class NamedHook(NamedTuple):
+    """What a name stands for."""
+
+    make_state: type
+    hook: CommHook
+    options: Mapping[str, Any] = {}  # of the state
+
+    def state(self, process_group: dist.ProcessGroup | None = None, **options: Any) -> Any:
+        """A state with these and further options. Raises TypeError for an option that the name has set."""
+        for name in self.options.keys() & options:
+            raise TypeError(
+                f"{name}={options[name]!r} contradicts the name of the hook: {name}={self.options[name]!r}."
+            )
+        return self.make_state(process_group, **self.options, **options)
+
+
+_CASTS = {
+    "allreduce": NamedHook(CastState, allreduce_hook),
+    "fp16": NamedHook(CastState, fp16_compress_hook),
+    "bf16": NamedHook(CastState, bf16_compress_hook),
+    "bf16-fp32-sum": NamedHook(CastState, bf16_compress_hook, {"accumulate": "fp32"}),
+    "scaled-fp16": NamedHook(ScaledCastState, scaled_cast_hook),
+}
+
+
+def hook_named(name: str) -> NamedHook:
+    """The hook that a name stands for. Raises ValueError for any other name, with the nearest one."""
+    name = _ALIASES.get(name, name)
+    if name in _CASTS:
+        return _CASTS[name]
+    if found := _WIRE.fullmatch(name):
+        feedback = {"use_error_feedback": False} if found["off"] else {}
+        return NamedHook(QuantizationState, quantization_hook, {"wire": QUANTIZED[found["wire"]], **feedback})
+    if found := _POWERSGD.fullmatch(name):
+        return _low_rank(found)
+    known = [*_CASTS, *QUANTIZED, *_EXAMPLES]
+    nearest = difflib.get_close_matches(name, known, 1)
+    meant = f"Did you mean {nearest[0]!r}? " if nearest else ""
+    raise ValueError(
+        f"There is no hook {name!r}. {meant}Hooks: {', '.join([*_CASTS, *QUANTIZED])}, and powersgd-rN with a rank N, "
+        f"such as {', '.join(_EXAMPLES[:3])}; -no-feedback at the end switches error feedback off."
+    )
+
+
+def _low_rank(found: re.Match[str]) -> NamedHook:
+    options: dict[str, Any] = {"matrix_approximation_rank": int(found["rank"])}
+    if found["factors"] == "bf16":
+        options["factor_dtype"] = torch.bfloat16
+    elif found["factors"] is not None:
+        options["factor_wire"] = found["factors"]
+    if found["variant"] == "alternating":
+        options["alternating"] = True
+    if found["off"]:
+        options["use_error_feedback"] = False
+    hook = batched_powerSGD_hook if found["variant"] == "batched" else powerSGD_hook
+    return NamedHook(PowerSGDState, hook, options)
