@@ -20,11 +20,14 @@ STEPS_TO_TARGET = {
 # no hook with the same batches: the means over the seeds in bench/results/converge_long_text.jsonl.
 LOSS_GAPS = {
     "int8": -0.002,
-    "int4": 0.001,
+    "int6": -0.000,
+    "int4": -0.001,
     "int2": 0.117,
     "sign": 0.301,
+    "powersgd-r4": 0.076,
     "powersgd-r16": 0.010,
-    "powersgd-r16-int8": 0.012,
+    "powersgd-r16-int8": 0.011,
+    "powersgd-r32-int8": 0.001,
 }
 ACCURACY_NOTE = (
     "loss gap: training loss above that of no hook, in nats per byte, after 2,000 steps of a GPT with 0.7 M "
@@ -53,7 +56,7 @@ def is_aggressive(hook: str) -> bool:
 def measured_accuracy(hook: str) -> str | None:
     """The end of a sentence on the accuracy of a hook; None if it was not trained."""
     if hook in LOSS_GAPS:
-        return f"had a training loss {LOSS_GAPS[hook]:.3f} above that of no hook after 2,000 steps of a small GPT"
+        return f"changed the training loss of a small GPT after 2,000 steps by {LOSS_GAPS[hook]:+.3f} nats"
     if hook in STEPS_TO_TARGET:
         return f"took {STEPS_TO_TARGET[hook]:.2f} times the steps to the same loss on a GPT with 2.3 M parameters"
     return None

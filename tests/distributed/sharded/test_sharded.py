@@ -313,7 +313,7 @@ def test_attach_refuses_models_without_replicas_and_a_second_hook():
     assert gradwire.attach(sharded("fsdp"), within="bf16").state_dict() == {}
 
 
-@on_ranks(2)
+@on_ranks(4)
 def test_attach_takes_names_of_hooks():
     ddp = gradwire.DistributedDataParallel(nn.Linear(8, 8))
     attachment = gradwire.attach(ddp, "int4-no-feedback", exempt=["*.bias"])
