@@ -102,6 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             has_ended = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
             rank = made[0].rank if made else int(os.environ.get("RANK", "0"))
             if rank == 0 and (made or has_ended):
+                for compression in made:
+                    compression.release()
                 print(report(made), file=sys.stderr, flush=True)
 
 

@@ -46,7 +46,6 @@ def _lines(compression: Compression) -> Iterator[str]:
         return
     if ranks == 1:
         yield "  one rank sends nothing; the bytes are those that each of several ranks would send"
-    compression.release()
     yield from (f"  {line}" for line in (compression.place, compression.summary) if line)
     if compression.step_seconds:
         yield f"  time of a step       {1e3 * statistics.median(compression.step_seconds):.3g} ms"

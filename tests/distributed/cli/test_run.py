@@ -103,6 +103,7 @@ def test_unchanged_loop_of_hsdp_has_the_bits_of_attach():
         unchanged = train_sharded((2, 1))
     attached = train_sharded((2, 1), lambda model: gradwire.attach(model, QuantizationState(wire="int4")))
     assert_same_bits(unchanged, attached)
+    made[0].release()
     text = run_report.report(made)
     assert "2 ranks, 24 steps" in text and "times fewer bytes" in text
     assert made[0].metrics["step"] == [12, 22], "one step in ten, after two plain ones"
@@ -160,6 +161,7 @@ def test_stretches_alternate_without_telemetry_and_give_an_interval():
     assert not any(observed[first : first + n_steps])
     assert len(compression.metrics["step"]) == 3, "two before, one after"
     text = run_report.report(made)
+    assert compression._state is not None, "a report only reads"
     assert "not measured" not in text and re.search(r"time of a step +5 ms\n", text)
     own, other, gain, low, high = re.search(
         r"faster: (\S+) ms a step without int4, (\S+) ms with it, (\S+) times as fast "
