@@ -58,7 +58,7 @@ class Compression:
         model: the model as the script made it.
         hook: one of `CHOICES`.
         group: the ranks that average its gradients.
-        start: the first step to compress; "auto" first measures `STEPS` steps.
+        start: the first step to compress.
     """
 
     def __init__(self, model: nn.Module, hook: str, group: dist.ProcessGroup | None, start: int) -> None:
@@ -77,11 +77,7 @@ class Compression:
         self.step_seconds: list[float] = []  # of compressed steps outside of stretches
         self._probe: ScriptProbe | None = None  # measures the first steps of "auto"
         self._state: Any = None  # of the hook; None sends gradients in full
-        self._hook: CommHook = torch_hooks.allreduce_hook
-        self.first_compressed = max(start, STEPS + 2)  # the first compressed step, here that of "auto"
-        if hook != AUTO:
-            self._state, self._hook = _registration(hook, group, start)
-            self.first_compressed = start
+        self.first_compressed = start  # the first compressed step
         self._began: float | None = None  # the time of the previous step, or of the second one of this stretch
 
     def release(self) -> None:
@@ -100,20 +96,28 @@ class DDPCompression(Compression):
 
     Args:
         ddp: the model, wrapped in PyTorch's class.
-        hook, start: as in `Compression`.
+        hook, start: as in `Compression`; "auto" first measures `STEPS` steps.
         measure: number of steps in which stretches with and without compression alternate; 0 for none.
     """
 
     def __init__(self, ddp: TorchDDP, hook: str, start: int, measure: int) -> None:
         super().__init__(ddp.module, hook, ddp.process_group, start)
-        self._group = ddp.process_group
-        if isinstance(self._state, HookState):
-            self._state.bind(ddp)
+        self._group, self._module = ddp.process_group, weakref.ref(ddp.module)
+        self._hook: CommHook = torch_hooks.allreduce_hook
         if hook == AUTO:
+            self.first_compressed = max(start, STEPS + 2)
             self._probe = ScriptProbe(ddp, self._choose, averages=True)
+        else:
+            self._take(hook, start)
         self._first = self.first_compressed + WARM_UP
         self._end = self._first + measure // STRETCH * STRETCH
         self.comparison_end = self._end + 1 if measure else 0
+
+    def _take(self, hook: str, start: int) -> None:
+        """Compress with a hook from step ``start`` on, counted from now."""
+        self._state, self._hook = _registration(hook, self._group, start)
+        if isinstance(self._state, HookState) and (module := self._module()) is not None:
+            self._state.bind(module)
 
     def register(self, state: object, hook: Callable[..., Any]) -> None:
         """Leave the gradients to the hook that the script registers."""
@@ -152,7 +156,7 @@ class DDPCompression(Compression):
             parameter.grad = gradient
         if chosen != PLAIN:
             self.hook_name = chosen
-            self._state, self._hook = _registration(chosen, self._group, max(2, self.first_compressed - self.n_steps))
+            self._take(chosen, max(2, self.first_compressed - self.n_steps))
         if self.rank == 0:
             print(f"gradwire run: {self.model_name}: {self.summary}", file=sys.stderr, flush=True)
 
@@ -200,14 +204,13 @@ class ShardedCompression(Compression):
         super().__init__(model, hook, None, start)
         self.is_left_to_script = is_attached(model)
         if self.is_left_to_script:
-            self.release()
             return
         if any(group.replicas is not None for group in parameter_groups(model)):
-            attachment = attach(model, self._state, self._hook)
+            attachment = attach(model, *_registration(hook, None, start))
             self._state = attachment.state
         else:
             attachment = attach(model, within=_within(hook))
-            self._state, self.has_metrics, self.first_compressed = None, False, 0
+            self.has_metrics, self.first_compressed = False, 0
         self.place, self.can_compare = attachment.report, False
         attachment.step_ends.append(self._end_step)
 

@@ -56,6 +56,18 @@ def test_auto_sends_in_full_while_it_measures_and_then_takes_the_recommended_hoo
     assert "gradwire run: int4 on Mlp" in text and "auto: Use int4: because" in text
 
 
+@on_ranks(2)
+def test_chosen_hook_knows_the_parameter_names_before_its_first_step():
+    with (
+        run_compression.compressed("auto") as made,
+        mock.patch.object(run_compression, "advise", lambda _: advice("int4")),
+    ):
+        ddp = DistributedDataParallel(build("mlp"))
+        steps_of(ddp, STEPS)
+        ddp(torch.ones(4, next(ddp.parameters()).shape[1]))  # measures
+    assert made[0]._state.names.module is ddp.module
+
+
 @pytest.mark.parametrize("start", [2, STEPS + 5])
 @on_ranks(2)
 def test_auto_does_not_compress_before_the_start_step(start):
