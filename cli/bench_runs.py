@@ -76,8 +76,8 @@ def report(records: Sequence[Record], tables: Callable[[Sequence[Record]], list[
 @contextmanager
 def _stoppable(command: str) -> Iterator[None]:
     """End the command cleanly if it is interrupted or terminated, or if a worker fails."""
-    for end in {signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}:
-        signal.signal(end, _terminate)
+    ends = {signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}
+    handlers = {end: signal.signal(end, _terminate) for end in ends}
     try:
         yield
     except KeyboardInterrupt:
@@ -87,6 +87,8 @@ def _stoppable(command: str) -> Iterator[None]:
         typer.echo(f"{error.log}\n{command}: {error}", err=True)
         raise typer.Exit(1) from None
     finally:
+        for end, handler in handlers.items():
+            signal.signal(end, handler)
         Console().show_cursor()  # a stopped worker may have hidden it
 
 
