@@ -33,7 +33,7 @@ class Buckets(NamedTuple):
     """The buckets and gradients of a model."""
 
     specs: list[BucketSpec]  # in the order of launch
-    gradients: list[Tensor]  # copies, in the order of the model's parameters
+    gradients: list[Tensor]  # copies, in the order of the buckets and of the parameters in each
 
 
 def measure_model(
