@@ -18,7 +18,6 @@ from gradwire.bench.tables import Table, groups_of, median_of
 
 COMMAND = "python -m tools.gpu build/gpu_lane.jsonl --output bench/results/gpu.jsonl"
 COPY = "copy_"
-GRAPHS = "gradwire, cuda_graphs=True"  # of results from before steps were recorded
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -80,7 +79,7 @@ def tables(records: Sequence[Record]) -> list[Table]:
         f"floor: the time of the bytes that gradwire's kernels read and write, at the {rate:,.0f} GB/s of copy_ in the "
         "same run",
         "launches: gradwire's, and those of the other implementation",
-        "host: time until a step is enqueued; cuda_graphs: with cuda_graphs=True, where the hook has this option",
+        "host: time until a step is enqueued",
     ]
     columns = [
         *("gradwire (us)", "in a CUDA graph (us)", "time / floor"),
@@ -89,7 +88,7 @@ def tables(records: Sequence[Record]) -> list[Table]:
     gpu = records[0].provenance["gpu"]
     made = [Table(title=f"Kernels on a bucket, {gpu}", headers=["kernel", *columns], rows=kernels, notes=notes[:-1])]
     title = f"Hooks on all buckets of a model, one rank, {gpu}"
-    hosts = ["host (us)", "host, cuda_graphs (us)", "host, other (us)"]
+    hosts = ["host (us)", "host, other (us)"]
     groups_of_hooks = [(name, [*groups.get(HOOK + name, ()), *groups.get(GRAPH + name, ())]) for name in hooks]
     rows = [[*_row(name, group, rate), *_host(group)] for name, group in groups_of_hooks]
     made.append(Table(title=title, headers=["hook", *columns, *hosts], rows=rows, notes=notes))
@@ -123,10 +122,10 @@ def _row(name: str, group: Sequence[Record], rate: float) -> list[str]:
 
 
 def _host(group: Sequence[Record]) -> list[str]:
-    """The host's time for a step: gradwire's, with graphs, and the shortest other."""
+    """The host's time for a step: gradwire's, and the shortest other."""
     times = {record.implementation: record.p50 or 0.0 for record in group if record.metric == Metric.HOST_MS}
-    others = [time for name, time in times.items() if name not in (GRADWIRE, GRAPHS, "eager", "captured")]
-    return ["" if ms is None else _us(ms) for ms in (times.get(GRADWIRE), times.get(GRAPHS), min(others, default=None))]
+    others = [time for name, time in times.items() if name not in (GRADWIRE, "eager", "captured")]
+    return ["" if ms is None else _us(ms) for ms in (times.get(GRADWIRE), min(others, default=None))]
 
 
 def _steps(group: Sequence[Record]) -> list[str]:
