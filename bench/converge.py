@@ -31,7 +31,7 @@ DEFAULT_HOOKS = (
     *("none", "fp16", "int8", "int4", "int2"),
     *("powersgd-r4", "powersgd-r16", "powersgd-r8-int8", "powersgd-r16-int8", NO_FEEDBACK),
 )
-PLAIN_STEPS = 2  # uncompressed steps of low-rank hooks: the fewest that PyTorch's hook accepts
+PLAIN_STEPS = 2  # uncompressed steps of quantized and low-rank hooks: the fewest that PyTorch's powerSGD_hook accepts
 RAMP_STEPS = 10  # steps until the learning rate has its full size
 
 

@@ -25,7 +25,7 @@ from gradwire.bench.tables import Cell, Group, Table, count, format_link, median
 from gradwire.bench.tasks import Digits, Training, describe
 from gradwire.planner.hook_registry import HOOKS, display_name
 
-PLAIN_STEPS = 10  # uncompressed steps of low-rank hooks
+PLAIN_STEPS = 10  # uncompressed steps of quantized and low-rank hooks
 
 
 def records_of_training(training: Training, epochs: int) -> list[Record]:
