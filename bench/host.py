@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from gradwire import DistributedDataParallel
 from gradwire.bench import host_double, launch
-from gradwire.bench.gpu.timings import BUCKET_MIB, HookStep
+from gradwire.bench.hook_step import BUCKET_MIB, HookStep
 from gradwire.bench.host_double import BACKEND, Collectives, Driver
 from gradwire.bench.implementations import GRADWIRE, GRADWIRE_ON_PYTORCH, PYTORCH, TorchDDP, wrap
 from gradwire.bench.record import Measured, Metric, Record, percentiles_ms, records_of

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 from torch.nn import functional
 
+from gradwire.bench.gradient_checks import is_equal_everywhere
 from gradwire.bench.implementations import (
     GRADWIRE,
     ONE_BUCKET_MB,
     PYTORCH,
     TorchDDP,
-    is_equal_everywhere,
     maker_of,
     wrap,
 )

@@ -4,37 +4,30 @@ A case checks gradwire's result, then times gradwire and PyTorch, interleaved. K
 holds. A row's ``nbytes`` are those that gradwire's kernels read and write at least; divided by the bandwidth of a copy
 they give the byte floor.
 
-A step of a hook calls it on every bucket in turn and waits for the results on the device, on one rank. gradwire's hook
-gets lists of gradients, PyTorch's flat buffers, as with ``gradient_as_bucket_view=True``. Results replace the
-gradients, which loses nothing: gradient + error is the same in every step.
+Steps of a hook, `gradwire.bench.hook_step`, run on one rank. gradwire's hook gets lists of gradients, PyTorch's flat
+buffers, as with ``gradient_as_bucket_view=True``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain
 from statistics import mean
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from gradwire import kernels
 from gradwire.bench.emulated import emulated_link
-from gradwire.bench.gpu.compare import require
+from gradwire.bench.hook_step import BUCKET_MIB, HookStep
 from gradwire.bench.implementations import (
     GRADWIRE,
     PYTORCH,
     WARM_UP,
     Implementation,
-    complaint_about_feedback,
-    complaint_about_mean,
-    error_memory,
     make_batch,
     needs_one_bucket,
     prepare,
-    stateless_format,
 )
 from gradwire.bench.kernel_bytes import (
     copy_bytes,
@@ -53,8 +46,7 @@ from gradwire.comm.torch_internals import default_group
 from gradwire.hooks._plans import WARM_UP_STEPS
 from gradwire.hooks.powerSGD_hook import powerSGD_hook
 from gradwire.hooks.quantization_hooks import quantization_hook
-from gradwire.planner.hook_registry import FIRST_COMPRESSED, HOOKS, Registration
-from gradwire.reducer.bucket import BucketSpec, DenseBucket
+from gradwire.planner.hook_registry import FIRST_COMPRESSED, HOOKS
 
 Row = dict[str, Any]
 
@@ -121,60 +113,7 @@ TIMED = ("fp16", "bf16", "scaled-fp16", "powersgd-r4", "powersgd-r32", "int8", "
 CAPTURED = ("fp16", "scaled-fp16", "powersgd-r4", "int8", "int4")
 LINKED = ("fp16", "int4", "powersgd-r4")
 RATES, HOSTS = ("10gbit", "100gbit"), 2
-BUCKET_MIB = 25  # bucket size of hooks whose state prefers no other
 CLOSEST = "PyTorch's closest"  # where PyTorch has no such hook
-
-
-class HookStep:
-    """A hook on all buckets of a model, flat ones as in PyTorch's DDP or lists of gradients; a call is a step."""
-
-    def __init__(
-        self, registration: Registration, shapes: Sequence[Sequence[Shape]], device: torch.device, is_flat: bool
-    ) -> None:
-        self.state, self._hook = registration
-        self.gradients: dict[str, Tensor] = {}  # by parameter name; every step replaces their values
-        self._buckets: list[DenseBucket] = []
-        generator = torch.Generator(device).manual_seed(0)
-        parameters_of = [[torch.empty(shape, device=device) for shape in bucket_shapes] for bucket_shapes in shapes]
-        for index, parameters in enumerate(parameters_of):
-            gradients = [torch.randn(p.shape, device=device, generator=generator) for p in parameters]
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter.grad = gradient
-            names = [f"{index}.{i}" for i in range(len(parameters))]
-            spec = BucketSpec(
-                index=index,
-                is_last=index == len(shapes) - 1,
-                members=list(range(len(parameters))),
-                parameters=parameters,
-                names=names,
-                model_parameters=list(chain.from_iterable(parameters_of)),  # one handshake serves all of them
-            )
-            bucket = DenseBucket(spec, as_view=is_flat)
-            bucket.collect(zero_copy=not is_flat)
-            self.gradients |= dict(zip(names, bucket.gradients() if is_flat else gradients, strict=True))
-            self._buckets.append(bucket)
-
-    def __call__(self) -> None:
-        """Reduce all buckets; the current stream waits for the results."""
-        futures = [self._hook(self.state, bucket) for bucket in self._buckets]  # type: ignore[arg-type]
-        for future in futures:
-            future.wait()
-
-    def check(self, wire: torch.dtype | None) -> None:
-        """Take a step and check its result. A collective call."""
-        local, old = [gradient.clone() for gradient in self.gradients.values()], self._errors()
-        self()
-        result, new = list(self.gradients.values()), self._errors()
-        if (sent := wire or stateless_format(self.state)) is not None:
-            complaint = complaint_about_mean(local, result, sent)
-        else:
-            complaint = complaint_about_feedback(local, old, result, new, self.state)
-        require(complaint is None, f"{complaint}; nothing is timed.")
-
-    def _errors(self) -> list[Tensor]:
-        errors = error_memory(self.state)
-        zero = torch.zeros((), device=next(iter(self.gradients.values())).device)
-        return [errors.get(name, zero.expand_as(gradient)) for name, gradient in self.gradients.items()]
 
 
 def hook_bytes(hook: str, shapes: Sequence[Sequence[Shape]]) -> float | None:

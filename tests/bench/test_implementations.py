@@ -4,13 +4,12 @@ import pytest
 import torch
 
 from gradwire.bench import implementations
+from gradwire.bench.gradient_checks import complaint_about_feedback, complaint_about_mean
 from gradwire.bench.implementations import (
     GRADWIRE,
     GRADWIRE_ON_PYTORCH,
     PYTORCH,
     Implementation,
-    complaint_about_feedback,
-    complaint_about_mean,
     make_batch,
 )
 from gradwire.bench.models import MODELS
