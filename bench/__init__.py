@@ -19,7 +19,7 @@ Helpers:
 - To start ranks: ``launch``, ``namespaces`` (hosts with a slow link), ``late_packets`` (a link with a delay).
 - To train and time: ``implementations``, ``hook_step``, ``gradient_checks``, ``tasks``, ``models``, ``shapes``,
   ``kernel_cases``, ``kernel_bytes``, ``emulated`` (a link on one GPU), ``host_double`` (a GPU that does nothing),
-  ``timing``, ``turns``.
+  ``timing``.
 - To predict: ``scale`` (many nodes; ``nodes`` prints it).
 - To report: ``record``, ``tables``, ``plots``.
 """

@@ -30,8 +30,7 @@ from gradwire.bench.implementations import (
 )
 from gradwire.bench.record import Measured, Metric, Record, percentiles_ms, records_of, unique
 from gradwire.bench.tables import Table, beyond, count, groups_of, pivot, speed_up, value
-from gradwire.bench.timing import bench_device, driver_calls, peak_memory
-from gradwire.bench.turns import time_in_turn
+from gradwire.bench.timing import bench_device, driver_calls, peak_memory, time_in_turn
 from gradwire.planner.hook_registry import FIRST_COMPRESSED, HOOKS, STAR_NOTE, label
 
 LEFT_OUT = ("none", "scaled-fp16", "sign", "powersgd-r16")  # by default

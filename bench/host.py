@@ -29,7 +29,7 @@ from gradwire.bench.implementations import GRADWIRE, GRADWIRE_ON_PYTORCH, PYTORC
 from gradwire.bench.record import Measured, Metric, Record, percentiles_ms, records_of
 from gradwire.bench.shapes import SHAPES, Shape, buckets
 from gradwire.bench.tables import Group, Table, median_of, pivot, relative, value
-from gradwire.bench.turns import turns
+from gradwire.bench.timing import turns
 from gradwire.planner.hook_registry import FIRST_COMPRESSED, HOOKS, Make, display_name
 
 DEFAULT_HOOKS = ("none", "fp16", "bf16", "int8", "int4", "sign", "powersgd-r4", "powersgd-r4-alternating")

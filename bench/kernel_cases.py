@@ -28,7 +28,7 @@ from gradwire.bench.kernel_bytes import (
     renew_bytes,
 )
 from gradwire.bench.shapes import Shape
-from gradwire.bench.timing import Timing, in_turn, timed
+from gradwire.bench.timing import Timing, timed, turns
 from gradwire.compress import LowRankPolicy
 
 RANKS = 2  # the gradients are divided by it
@@ -71,11 +71,10 @@ def check(case: KernelCase, model: str) -> None:
 def time_cases(cases: Sequence[KernelCase], rounds: int, device: torch.device) -> dict[str, list[Timing]]:
     """Timings by implementation: for each round, the mean over the buckets, which differ in size."""
     timings: dict[str, list[Timing]] = {name: [] for name in cases[0].implementations}
-    for turn in range(UNTIMED_ROUNDS + rounds):
-        for name in in_turn(list(timings), turn):
-            round_timings = [timed(case.implementations[name], device) for case in cases]
-            if turn >= UNTIMED_ROUNDS:
-                timings[name].append(_mean(round_timings))
+    for turn, name in turns(range(UNTIMED_ROUNDS + rounds), list(timings)):
+        round_timings = [timed(case.implementations[name], device) for case in cases]
+        if turn >= UNTIMED_ROUNDS:
+            timings[name].append(_mean(round_timings))
     return timings
 
 

@@ -30,7 +30,7 @@ from gradwire.bench.implementations import (
 from gradwire.bench.namespaces import LOOPBACK, Rate, limit_to, places_of
 from gradwire.bench.record import Measured, Metric, Record, percentiles_ms, records_of, unique
 from gradwire.bench.tables import Table, count, format_link, format_number, groups_of, median_of, pivot, speed_up, value
-from gradwire.bench.turns import time_in_turn
+from gradwire.bench.timing import time_in_turn
 from gradwire.planner.hook_registry import FIRST_COMPRESSED, label
 
 REFERENCE = "noop"

@@ -30,8 +30,7 @@ from gradwire.bench.namespaces import LOOPBACK, Rate, limit_to, places_of
 from gradwire.bench.record import Measured, Metric, Record, percentiles_ms, records_of
 from gradwire.bench.tables import Cell, Group, Table, find, format_rate, format_value, groups_of, median_of, pivot
 from gradwire.bench.tasks import Batch, Gpt, Text
-from gradwire.bench.timing import peak_memory, slowest
-from gradwire.bench.turns import time_in_turn
+from gradwire.bench.timing import peak_memory, slowest, time_in_turn
 from gradwire.hooks.debugging_hooks import noop_hook
 from gradwire.hooks.default_hooks import CastState, bf16_compress_hook
 from gradwire.hooks.powerSGD_hook import PowerSGDState

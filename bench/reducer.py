@@ -35,8 +35,7 @@ from gradwire.bench.tables import (
     speed_up,
     value,
 )
-from gradwire.bench.timing import bench_device, peak_memory, slowest
-from gradwire.bench.turns import turns
+from gradwire.bench.timing import bench_device, peak_memory, slowest, turns
 from gradwire.planner.clock import synchronize
 from gradwire.planner.hook_registry import HOOKS, label
 

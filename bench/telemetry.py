@@ -24,8 +24,7 @@ from gradwire.bench.implementations import (
 )
 from gradwire.bench.record import Measured, Metric, Record, percentiles_ms, records_of
 from gradwire.bench.tables import Group, Table, count, groups_of, median_of, pivot, value
-from gradwire.bench.timing import bench_device
-from gradwire.bench.turns import time_in_turn
+from gradwire.bench.timing import bench_device, time_in_turn
 from gradwire.planner.hook_registry import FIRST_COMPRESSED, label
 
 HOOKS = ("bf16-fp32-sum", "int4", "powersgd-r4")

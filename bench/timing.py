@@ -1,4 +1,4 @@
-"""Measurements that all benches share: clocks that wait for the device, memory, driver calls, background load."""
+"""Measurements that all benches share: clocks that wait for the device, turns, memory, driver calls, other load."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -106,6 +106,57 @@ def in_turn(implementations: Sequence[T], turn: int) -> list[T]:
     So no implementation always runs after the same other one.
     """
     return random.Random(turn).sample(implementations, len(implementations))
+
+
+def turns(steps: range, implementations: Sequence[T], title: str | None = None) -> Iterator[tuple[int, T]]:
+    """Every implementation in every step, in the order of `in_turn`; with a title, a progress bar on rank 0."""
+    shown: Iterable[int] = steps
+    if title is not None and dist.get_rank() == 0:
+        from rich.progress import track  # the GPU lane runs without rich
+
+        shown = track(steps, description=f"{title:<24}")
+    for step in shown:
+        for implementation in in_turn(implementations, step):
+            yield step, implementation
+
+
+class Timed(Protocol):
+    """A model that takes steps."""
+
+    seconds: list[float]
+    link_bytes: list[int]
+
+    def step(self, batch: Any) -> float: ...
+
+
+def time_in_turn(
+    implementations: Sequence[Timed],
+    steps: range,
+    title: str | None,
+    batch_of: Callable[[int], object],
+    sent_bytes: Callable[[], int] | None = None,
+    untimed: Timed | None = None,
+) -> None:
+    """Set the ``seconds`` of each implementation to those of interleaved steps on the slowest rank. A collective call.
+
+    ``batch_of`` returns this rank's batch of a step. ``sent_bytes`` counts the bytes of its interface so far, for
+    ``link_bytes``; barriers are included. A step of ``untimed`` precedes each timed one, so that all of them find equal
+    caches. ``title`` is that of `turns`.
+    """
+    for implementation in implementations:
+        implementation.seconds, implementation.link_bytes = [], []
+    for step, implementation in turns(steps, implementations, title):
+        batch = batch_of(step)
+        if untimed is not None:
+            untimed.step(batch)
+        sent_before = sent_bytes() if sent_bytes is not None else 0
+        dist.barrier()
+        implementation.seconds.append(implementation.step(batch))
+        dist.barrier()
+        if sent_bytes is not None:
+            implementation.link_bytes.append(sent_bytes() - sent_before)
+    for implementation in implementations:
+        implementation.seconds = slowest(implementation.seconds)
 
 
 def slowest(seconds: Sequence[float]) -> list[float]:

@@ -12,8 +12,7 @@ from gradwire.bench import launch
 from gradwire.bench.implementations import wrap
 from gradwire.bench.namespaces import LOOPBACK, Rate, places_of
 from gradwire.bench.record import Measured
-from gradwire.bench.timing import slowest
-from gradwire.bench.turns import turns
+from gradwire.bench.timing import slowest, turns
 from gradwire.planner.hook_registry import Make
 from gradwire.planner.jobs import Job
 

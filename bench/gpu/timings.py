@@ -41,7 +41,7 @@ from gradwire.bench.kernel_cases import BLOCK_SIZE, CASES, COMPILED, check, copy
 from gradwire.bench.namespaces import Rate
 from gradwire.bench.record import percentiles_ms
 from gradwire.bench.shapes import SHAPES, Shape, buckets, rotation
-from gradwire.bench.timing import Timing, driver_calls, in_turn, timed, timed_replays
+from gradwire.bench.timing import Timing, driver_calls, time_in_turn, timed, timed_replays, turns
 from gradwire.comm.torch_internals import default_group
 from gradwire.hooks._plans import WARM_UP_STEPS
 from gradwire.hooks.powerSGD_hook import powerSGD_hook
@@ -189,10 +189,9 @@ def hook_step(hook: str, model: str, device: torch.device) -> list[Row]:
     """Check gradwire's hook on the gradients of a model, then time it and PyTorch's, interleaved."""
     shapes = _buckets(hook, model, device)
     steps = {GRADWIRE: _ours(hook, shapes, device), **_theirs(hook, shapes, device)}
-    timings = {name: [] for name in steps}  # type: ignore[var-annotated]
-    for turn in range(ROUNDS):
-        for name in in_turn(list(steps), turn):
-            timings[name].append(timed(steps[name], device))
+    timings: dict[str, list[Timing]] = {name: [] for name in steps}
+    for _, name in turns(range(ROUNDS), list(steps)):
+        timings[name].append(timed(steps[name], device))
     rows = [row(name, timings[name], **calls_of(step, device)) for name, step in steps.items()]
     rows[0]["nbytes"] = hook_bytes(hook, shapes)
     return rows
@@ -214,11 +213,10 @@ def linked_step(hook: str, rate: str, device: torch.device) -> list[Row]:
     names = [PYTORCH, GRADWIRE] if HOOKS[hook].pytorch.is_available() else [GRADWIRE]
     made = [Implementation(hook, name, device) for name in names]
     prepare(made, device)
-    first = WARM_UP + 1
+    rounds = ROUNDS if device.type == "cuda" else 1
+    batch_of = partial(make_batch, rank=0, device=device)
     with emulated_link(Rate.parse(rate), HOSTS, device):
-        for step in range(first, first + (ROUNDS if device.type == "cuda" else 1)):
-            for implementation in in_turn(made, step):
-                implementation.seconds.append(implementation.step(make_batch(step, 0, device)))
+        time_in_turn(made, range(WARM_UP + 1, WARM_UP + 1 + rounds), None, batch_of)
     return [{"implementation": each.name, "step_ms": percentiles_ms(each.seconds)} for each in made]
 
 
