@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LinearLR, LRScheduler
 
 from gradwire.bench import launch, namespaces
 from gradwire.bench.implementations import GRADWIRE, PYTORCH
-from gradwire.bench.namespaces import LOOPBACK, Rate, limit_to, places_of
+from gradwire.bench.namespaces import Rate, limit, places_of
 from gradwire.bench.record import Measured, Metric, Record, records_of, unique
 from gradwire.bench.tables import Cell, Group, Table, count, format_link, format_value, pivot
 from gradwire.bench.tasks import NO_FEEDBACK, OPTIMIZERS, TASKS, TRAINED_HOOKS, Task, Training, describe
@@ -88,7 +88,7 @@ def measure(
 ) -> Measured:
     settings: dict[str, Any] = {"task": task, "optimizers": list(optimizers), "hooks": list(hooks)}
     settings |= {"rate": rate.name, "seeds": seeds, "threads": 1}
-    with places_of(hosts, is_local=rate == LOOPBACK, delay_ms=delay_ms) as places:
+    with places_of(hosts, [rate], delay_ms=delay_ms) as places:
         records = launch.run(__name__, settings, places)
     described = describe(TASKS[task]()) | {"rate": rate.name, "delay_ms": delay_ms, "hosts": hosts}
     described["plain_steps"] = PLAIN_STEPS
@@ -97,8 +97,8 @@ def measure(
 
 def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
     task = TASKS[settings["task"]]()
-    seeds, counts_bytes = settings["seeds"], settings["rate"] != LOOPBACK.name
-    limit_to(settings["rate"])
+    seeds, rate = settings["seeds"], Rate.named(settings["rate"])
+    limit(rate)
     names = [
         (optimizer, hook, by)
         for hook in settings["hooks"]
@@ -108,7 +108,7 @@ def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
     records: list[Record] = []
     with Progress(disable=dist.get_rank() != 0) as progress:
         for seed in range(seeds):
-            trials = [Trial(task, *each, seed, counts_bytes) for each in names]
+            trials = [Trial(task, *each, seed, counts_bytes=not rate.is_loopback) for each in names]
             line = progress.add_task(f"seed {seed}", total=task.max_steps)
             running = list(trials)
             batches = task.batches(seed, dist.get_rank(), dist.get_world_size())

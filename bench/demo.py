@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 from gradwire.bench import launch
 from gradwire.bench.implementations import GRADWIRE
-from gradwire.bench.namespaces import LOOPBACK, Rate, limit_to, places_of
+from gradwire.bench.namespaces import Rate, limit, places_of
 from gradwire.bench.record import Measured, Metric, Record, percentiles_ms, records_of
 from gradwire.bench.tables import Cell, Group, Table, count, format_link, median_of, pivot, relative, value
 from gradwire.bench.tasks import Digits, Training, describe
@@ -49,7 +49,7 @@ def measure(
 ) -> Measured:
     """Train once with each hook."""
     asked = {"hooks": list(hooks), "rate": rate.name, "delay_ms": delay_ms, "epochs": epochs, "seed": seed}
-    with places_of(processes, is_local=rate == LOOPBACK, delay_ms=delay_ms) as places:
+    with places_of(processes, [rate], delay_ms=delay_ms) as places:
         records = launch.run(__name__, asked, places, demo_device(processes, rate))
     task = Digits()
     settings = asked | {
@@ -66,7 +66,7 @@ def measure(
 def demo_device(processes: int, rate: Rate) -> torch.device:
     """GPUs if every process can have its own and there is no link, else the CPU."""
     has_gpus = torch.cuda.device_count() >= max(2, processes)
-    return torch.device("cuda" if has_gpus and rate == LOOPBACK else "cpu")
+    return torch.device("cuda" if has_gpus and rate.is_loopback else "cpu")
 
 
 def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
@@ -76,7 +76,7 @@ def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
     for training in trainings:
         training.schedules = [OneCycleLR(each, max_lr=0.02, total_steps=steps) for each in training.optimizers]
     batches = [task.batches(settings["seed"], dist.get_rank(), dist.get_world_size()) for _ in hooks]
-    limit_to(settings["rate"])
+    limit(Rate.named(settings["rate"]))
     with make_progress() as progress:
         bars = [progress.add_task(display_name(hook), total=steps, loss=math.nan, seconds=0.0) for hook in hooks]
         for _ in range(steps * len(hooks)):
@@ -112,8 +112,8 @@ def title(records: Sequence[Record]) -> str:
     """Task, size, world size and length of the trainings."""
     settings = records[0].provenance["settings"]
     sizes = f"{settings['parameters']:,} parameters, {count(settings['processes'], 'rank')}"
-    link = "no limit" if settings["rate"] == LOOPBACK.name else format_link(settings["rate"], settings)
-    return f"Handwritten digits, {sizes}, {count(settings['epochs'], 'epoch')}, link: {link}"
+    link = f"link: {format_link(settings['rate'], settings)}"
+    return f"Handwritten digits, {sizes}, {count(settings['epochs'], 'epoch')}, {link}"
 
 
 def tables(records: Sequence[Record]) -> list[Table]:
@@ -159,11 +159,11 @@ def _notes(records: Sequence[Record]) -> list[str]:
     has_narrow = any(HOOKS[record["hook"]].below_16_bits for record in records)
     steps = settings["plain_steps"]
     plain = f"; hooks of fewer than 16 bits send the first {steps} steps uncompressed" if has_narrow else ""
-    if settings["rate"] != LOOPBACK.name:
-        link = f"{format_link(settings['rate'], settings)} between hosts, which are network namespaces of this machine"
-    else:
+    if Rate.named(settings["rate"]).is_loopback:
         memory = "memory" if facts["backend"] == "gloo" else "NVLink, PCIe or memory"
         link = f"{memory} of this machine; times over a network differ"
+    else:
+        link = f"{format_link(settings['rate'], settings)} between hosts, which are network namespaces of this machine"
     return [
         f"training loss: mean of the last epoch. Test accuracy: on {settings['test_images']} images",
         f"sent per step: payload that a rank passes to collectives, mean of all steps{plain}",

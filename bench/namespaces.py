@@ -75,8 +75,18 @@ class Rate(NamedTuple):
             )
         return cls(text, mbit)
 
+    @classmethod
+    def named(cls, name: str) -> "Rate":
+        """The rate of that name in settings or results, `LOOPBACK` included."""
+        return LOOPBACK if name == LOOPBACK.name else cls.parse(name)
 
-LOOPBACK = Rate("loopback", None)  # no link
+    @property
+    def is_loopback(self) -> bool:
+        """Whether there is no link: all ranks are on this machine."""
+        return self == LOOPBACK
+
+
+LOOPBACK = Rate("loopback", None)
 
 
 def obstacle() -> str | None:
@@ -119,10 +129,12 @@ def hosts(count: int, delay_ms: float = 0.0) -> Iterator[list[Host]]:
 
 
 @contextmanager
-def places_of(count: int, is_local: bool, ranks_per_host: int = 1, delay_ms: float = 0.0) -> Iterator[list[Place]]:
-    """The places of ranks on ``count`` hosts: in a namespace for each, or on this machine's loopback."""
+def places_of(
+    count: int, rates: Sequence[Rate], ranks_per_host: int = 1, delay_ms: float = 0.0
+) -> Iterator[list[Place]]:
+    """The places of ranks on ``count`` hosts: in a namespace for each, or, if the only rate is `LOOPBACK`, here."""
     nodes = [node for node in range(count) for _ in range(ranks_per_host)]
-    if is_local:
+    if all(rate.is_loopback for rate in rates):
         yield [HERE._replace(node=node) for node in nodes]
     else:
         with hosts(count, delay_ms) as made:
@@ -164,7 +176,9 @@ def existing() -> list[str]:
 
 
 def limit(rate: Rate) -> None:
-    """Limit the rate of this host's interface; call it in the host's namespace."""
+    """Limit the rate of this host's interface; call it in the host's namespace. Loopback stays as it is."""
+    if rate.is_loopback:
+        return
     with _refusals(), IPRoute() as here:
         index = _index(here, INTERFACE)
         if any(queue.get("kind") == "tbf" for queue in here.get_qdiscs(index=index)):
@@ -174,12 +188,6 @@ def limit(rate: Rate) -> None:
             mtu = here.get_links(index)[0].get_attr("IFLA_MTU")
             burst = max(_MIN_BURST, mtu, round(bits / 8 * _BURST_MS / 1e3))
             here.tc("add", "tbf", index=index, rate=f"{bits}bit", burst=burst, latency=f"{_QUEUE_MS}ms")
-
-
-def limit_to(name: str) -> None:
-    """Limit this host's interface to the rate of that name; loopback stays as it is."""
-    if name != LOOPBACK.name:
-        limit(Rate.parse(name))
 
 
 def sent_bytes() -> int:

@@ -27,7 +27,7 @@ from gradwire.bench.implementations import (
     make_batch,
     prepare,
 )
-from gradwire.bench.namespaces import LOOPBACK, Rate, limit_to, places_of
+from gradwire.bench.namespaces import Rate, limit, places_of
 from gradwire.bench.record import Measured, Metric, Record, percentiles_ms, records_of, unique
 from gradwire.bench.tables import Table, count, format_link, format_number, groups_of, median_of, pivot, speed_up, value
 from gradwire.bench.timing import time_in_turn
@@ -43,36 +43,36 @@ _PROBE_BYTES = 8_000_000
 
 
 def measure(hooks: Sequence[str], rates: Sequence[Rate], steps: int, hosts: int, delay_ms: float = 0.0) -> Measured:
-    """Step times of each hook at each rate: over a link between hosts, or over `LOOPBACK`."""
+    """Step times of each hook at each rate: over a link between hosts, or over loopback."""
     settings = {"hooks": list(hooks), "rates": [rate.name for rate in rates], "steps": steps, "hosts": hosts}
     settings |= {"threads": 1, "delay_ms": delay_ms}
-    with places_of(hosts, is_local=list(rates) == [LOOPBACK], delay_ms=delay_ms) as places:
+    with places_of(hosts, rates, delay_ms=delay_ms) as places:
         records = launch.run(__name__, settings, places)
     return Measured(settings | {"model": MODEL, "first_compressed_step": FIRST_COMPRESSED}, records)
 
 
 def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
     made = make_implementations(settings["hooks"], device)
-    return time_steps(made, settings["rates"], settings["steps"], settings["hosts"])
+    return time_steps(made, list(map(Rate.named, settings["rates"])), settings["steps"], settings["hosts"])
 
 
-def time_steps(implementations: Sequence[Implementation], rates: Sequence[str], steps: int, hosts: int) -> list[Record]:
+def time_steps(
+    implementations: Sequence[Implementation], rates: Sequence[Rate], steps: int, hosts: int
+) -> list[Record]:
     """Check all gradients, then time all steps. A collective call. Raises RuntimeError if a gradient is wrong."""
-    sent_bytes = None if rates == [LOOPBACK.name] else namespaces.sent_bytes
+    sent_bytes = None if all(rate.is_loopback for rate in rates) else namespaces.sent_bytes
     # The first steps send the most. Where nothing limits the senders, a relay that delays packets loses some.
-    limited = [rate for rate in rates if rate not in (LOOPBACK.name, "unlimited")]
-    if limited:
-        limit_to(max(limited, key=lambda rate: Rate.parse(rate).mbit or 0))
+    limit(max(rates, key=lambda rate: rate.mbit or 0))
     device, first = implementations[0].device, WARM_UP + 1
     prepare(implementations, device)
     batch_of = partial(make_batch, rank=dist.get_rank(), device=device)
     records: list[Record] = []
     for rate in rates:
-        limit_to(rate)
-        records += records_of("network", {"rate": rate}, "all_reduce", hosts, {Metric.LINK_RATE: _probe(hosts)})
-        time_in_turn(implementations, range(first, first + steps), rate, batch_of, sent_bytes)
+        limit(rate)
+        records += records_of("network", {"rate": rate.name}, "all_reduce", hosts, {Metric.LINK_RATE: _probe(hosts)})
+        time_in_turn(implementations, range(first, first + steps), rate.name, batch_of, sent_bytes)
         first += steps
-        records += summarize(rate, hosts, implementations)
+        records += summarize(rate.name, hosts, implementations)
     return records
 
 
@@ -127,8 +127,7 @@ def tables(records: Sequence[Record]) -> list[Table]:
     groups = groups_of(records, "rate")
     for (rate,), group in groups:
         reached = median_of(group, Metric.LINK_RATE) or 0
-        link = "this machine's loopback" if rate == LOOPBACK.name else f"link: {format_link(rate, settings)}"
-        title = f"{Metric.STEP_MS}, {count(settings['hosts'], 'host')}, {link} (all-reduce reaches "
+        title = f"{Metric.STEP_MS}, {count(settings['hosts'], 'host')}, link: {format_link(rate, settings)} "
         columns = [
             *((name, value(Metric.STEP_MS, name)) for name in (PYTORCH, GRADWIRE)),
             ("speed-up", speed_up(Metric.STEP_MS, PYTORCH, GRADWIRE)),
@@ -138,7 +137,7 @@ def tables(records: Sequence[Record]) -> list[Table]:
         steps = [record for record in group if record.metric != Metric.LINK_RATE]
         notes = _notes(facts) if rate == groups[-1][0][0] else ()
         names = {"hook": hook_label}
-        result.append(pivot(f"{title}{format_number(reached)} Mb/s)", steps, names, columns, notes))
+        result.append(pivot(f"{title}(all-reduce reaches {format_number(reached)} Mb/s)", steps, names, columns, notes))
     return result
 
 

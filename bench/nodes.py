@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 import gradwire
 from gradwire.bench import launch, namespaces, scale
 from gradwire.bench.implementations import GRADWIRE, PYTORCH, TorchDDP
-from gradwire.bench.namespaces import LOOPBACK, Rate, limit_to, places_of
+from gradwire.bench.namespaces import Rate, limit, places_of
 from gradwire.bench.record import Measured, Metric, Record, percentiles_ms, records_of
 from gradwire.bench.tables import Cell, Group, Table, find, format_rate, format_value, groups_of, median_of, pivot
 from gradwire.bench.tasks import Batch, Gpt, Text
@@ -163,10 +163,10 @@ def exact_means(model: nn.Module, task: Text, batch: Batch) -> list[Tensor]:
 
 
 def measure(seams: Sequence[str], rates: Sequence[Rate], steps: int, training_steps: int) -> Measured:
-    """Loss, step times, bytes and memory of each method on each seam, over links between hosts or over `LOOPBACK`."""
+    """Loss, step times, bytes and memory of each method on each seam, over links between hosts or over loopback."""
     settings = {"seams": list(seams), "rates": [rate.name for rate in rates], "steps": steps, "threads": 1}
     settings |= {"training_steps": training_steps, "hosts": HOSTS, "ranks_per_host": RANKS_PER_HOST}
-    with places_of(HOSTS, list(rates) == [LOOPBACK], RANKS_PER_HOST) as places:
+    with places_of(HOSTS, rates, RANKS_PER_HOST) as places:
         records = launch.run(__name__, settings, places)
         # One process for each case, whose peak memory is its own.
         cases = [[seam, method] for seam in seams for method in SEAMS[seam] if method != NOOP]
@@ -197,20 +197,20 @@ def train(seam: str, method: str, settings: dict[str, Any]) -> list[Record]:
 
 def time_steps(settings: dict[str, Any]) -> list[Record]:
     """Check the gradients of all methods, then time interleaved steps. A collective call."""
-    task, rates, steps = Bytes(), settings["rates"], settings["steps"]
+    task, rates, steps = Bytes(), list(map(Rate.named, settings["rates"])), settings["steps"]
     batches = list(islice(task.batches(0, dist.get_rank(), dist.get_world_size()), max(FIRST_COMPRESSED + 1, steps)))
     first = batches[: FIRST_COMPRESSED + 1]
     means = exact_means(task.make_model(), task, first[-1])
     cases = [NodesCase(task, seam, method, settings["hosts"]) for seam in settings["seams"] for method in SEAMS[seam]]
     for case in cases:
         case.check(first, means)
-    records, sent_bytes = [], None if rates == [LOOPBACK.name] else namespaces.sent_bytes
+    records, sent_bytes = [], None if all(rate.is_loopback for rate in rates) else namespaces.sent_bytes
     for rate in rates:
         if os.environ["LOCAL_RANK"] == "0":
-            limit_to(rate)
+            limit(rate)
         dist.barrier()
-        time_in_turn(cases, range(steps), rate, batches.__getitem__, sent_bytes)
-        records += [record for case in cases for record in case.times(rate)]
+        time_in_turn(cases, range(steps), rate.name, batches.__getitem__, sent_bytes)
+        records += [record for case in cases for record in case.times(rate.name)]
     return records
 
 
@@ -226,8 +226,8 @@ def tables(records: Sequence[Record]) -> list[Table]:
     result = []
     groups = groups_of(timed, "rate")
     for (rate,), group in groups:
-        link = "loopback" if rate == LOOPBACK.name else f"link between nodes: {format_rate(rate)}"
-        result.append(_table(f"{Metric.STEP_MS}, {nodes}, {link}", group, Metric.STEP_MS))
+        title = f"{Metric.STEP_MS}, {nodes}, link between nodes: {format_rate(rate)}"
+        result.append(_table(title, group, Metric.STEP_MS))
     (rate,), last = groups[-1]
     if find(last, Metric.SENT_PER_STEP):
         result.append(_table(f"Sent per step by a node, at {format_rate(rate)}", last, Metric.SENT_PER_STEP))

@@ -118,7 +118,7 @@ def demo(
             f"As root on Linux, gradwire demo trains over a {asked} link. Most of a step is then\n"
             "communication, so hooks that send less train faster.\n"
         )
-        link = namespaces.LOOPBACK
+        link, delay = namespaces.LOOPBACK, 0.0
     threads = os.environ.get("OMP_NUM_THREADS", "1").partition(",")[0].strip()  # a number per level of nesting
     records = measured(
         "gradwire demo",

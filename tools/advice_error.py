@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from gradwire.bench.models import JOBS
-from gradwire.bench.namespaces import Rate, limit_to
+from gradwire.bench.namespaces import Rate, limit
 from gradwire.bench.record import Measured, Metric, Record, percentiles_ms, records_of, unique
 from gradwire.bench.tables import (
     Cell,
@@ -62,7 +62,7 @@ def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
         for training in trainings.values():
             training.step()
     for name in settings["rates"]:
-        limit_to(name)
+        limit(Rate.named(name))
         started = time.monotonic()
         advice = advise(measure_job(build, settings["hooks"], device))
         seconds = time.monotonic() - started

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from gradwire.bench import launch
 from gradwire.bench.implementations import wrap
-from gradwire.bench.namespaces import LOOPBACK, Rate, places_of
+from gradwire.bench.namespaces import Rate, places_of
 from gradwire.bench.record import Measured
 from gradwire.bench.timing import slowest, turns
 from gradwire.planner.hook_registry import Make
@@ -28,7 +28,7 @@ def measure_on_links(
     """Run ``main`` of a module for each model, with a rank on each host; it sets the rates of the link."""
     settings = settings | {"rates": [rate.name for rate in rates], "hosts": hosts, "delay_ms": delay_ms}
     settings["threads"] = 1
-    with places_of(hosts, is_local=list(rates) == [LOOPBACK], delay_ms=delay_ms) as places:
+    with places_of(hosts, rates, delay_ms=delay_ms) as places:
         records = [r for model in models for r in launch.run(module, settings | {"model": model}, places)]
     return Measured(settings | {"models": list(models)}, records)
 

@@ -28,7 +28,7 @@ COMMANDS = {
     ),
     "network": (
         "bench network --steps 2 --hooks fp16 --loopback",
-        "this machine's loopback",
+        "2 hosts, link: loopback (all-reduce reaches",
         *("hook", {"noop", "fp16"}),
     ),
     "rounding": ("rounding", "Relative error of the mean gradient", "wire", None),

@@ -75,7 +75,7 @@ def network_bench(defect, implementation):
     with mock.patch.dict(HOOKS, fp16=entry(defect, implementation)), mock.patch.multiple(implementations, **SMALL):
         made = network.make_implementations(["fp16"], CPU)
         with mock.patch.object(network, "_probe") as first_that_is_timed:
-            message = refusal(lambda: network.time_steps(made, [LOOPBACK.name], steps=1, hosts=2))
+            message = refusal(lambda: network.time_steps(made, [LOOPBACK], steps=1, hosts=2))
     assert not first_that_is_timed.called and not any(one.seconds for one in made)
     return message
 
