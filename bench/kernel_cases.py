@@ -20,6 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _orthogona
 from gradwire import kernels
 from gradwire.bench.implementations import GRADWIRE
 from gradwire.bench.kernel_bytes import (
+    BLOCK_SIZE,
     copy_bytes,
     dequantize_bytes,
     lowrank_bytes,
@@ -32,7 +33,6 @@ from gradwire.bench.timing import Timing, timed, turns
 from gradwire.compress import LowRankPolicy
 
 RANKS = 2  # the gradients are divided by it
-BLOCK_SIZE = 64  # elements per scale
 COMPILED, EAGER = "torch.compile", "eager PyTorch"
 UNTIMED_ROUNDS = 2  # rounds
 FP16, FP32 = torch.float16, torch.float32
@@ -387,7 +387,7 @@ def quantize_case(shapes: Sequence[Shape], device: torch.device, wire: str) -> K
         options = {"scale": 1 / RANKS, "errors": bucket.errors, "pending": pending, "rounding": None}
         function(bucket.gradients, bucket.section, message, **options)
 
-    nbytes = round(quantize_bytes(bucket.numel, FP32, bucket.format, BLOCK_SIZE, FP32))
+    nbytes = round(quantize_bytes(bucket.numel, FP32, bucket.format, FP32))
     outputs = [torch.zeros_like(bucket.message), torch.full_like(bucket.errors, torch.nan)]
     functions = (bucket.kernels.quantize, kernels.quantize_reference)
     return _quantized_case(f"quantize to {wire}", nbytes, outputs, call, *functions)
@@ -403,7 +403,7 @@ def reduce_case(shapes: Sequence[Shape], device: torch.device, wire: str) -> Ker
         options = {"rank": 0, "errors": errors, "pending": pending, "rounding": None}
         function(bucket.message, bucket.section, result, **options)
 
-    nbytes = round(reduce_quantized_bytes(numel, RANKS, bucket.format, BLOCK_SIZE, FP32))
+    nbytes = round(reduce_quantized_bytes(numel, RANKS, bucket.format, FP32))
     result = torch.zeros(bucket.layout.result_shape, dtype=torch.uint8, device=device)
     outputs = [result, torch.full_like(errors, torch.nan)]
     functions = (bucket.kernels.reduce_quantized, kernels.reduce_quantized_reference)
@@ -421,7 +421,7 @@ def dequantize_case(shapes: Sequence[Shape], device: torch.device, wire: str) ->
         decode(bucket.message, bucket.section, targets)
         commit(bucket.message, pending, errors)
 
-    nbytes = round(dequantize_bytes(bucket.numel, bucket.format, BLOCK_SIZE, FP32))
+    nbytes = round(dequantize_bytes(bucket.numel, bucket.format, FP32))
     nbytes += copy_bytes(bucket.numel, FP32, FP32)
     outputs = [*(torch.full_like(g, torch.nan) for g in bucket.gradients), bucket.errors]
     functions = (

@@ -28,6 +28,7 @@ from gradwire.bench import launch, namespaces, scale
 from gradwire.bench.implementations import GRADWIRE, PYTORCH, TorchDDP
 from gradwire.bench.namespaces import Rate, limit, places_of
 from gradwire.bench.record import Measured, Metric, Record, percentiles_ms, records_of
+from gradwire.bench.scale import FLAT, HIERARCHICAL
 from gradwire.bench.tables import Cell, Group, Table, find, format_rate, format_value, groups_of, median_of, pivot
 from gradwire.bench.tasks import Batch, Gpt, Text
 from gradwire.bench.timing import peak_memory, slowest, time_in_turn
@@ -38,20 +39,20 @@ from gradwire.hooks.quantization_hooks import QuantizationState
 from gradwire.planner.hook_registry import FIRST_COMPRESSED
 from gradwire.sharded import ReduceScatterOptions
 
-FLAT, HIERARCHICAL, HSDP, REPLICATE, FSDP2 = "ddp-flat", "ddp-hierarchical", "hsdp", "replicate", "fsdp2"
-PLAIN, NOOP = "plain", "noop"
-METHODS = (PLAIN, "bf16", "int8", "int4", "powersgd-r4")
+HSDP, REPLICATE, FSDP2 = "hsdp", "replicate", "fsdp2"
+UNCOMPRESSED, NOOP = "plain", "noop"
+METHODS = (UNCOMPRESSED, "bf16", "int8", "int4", "powersgd-r4")
 SEAMS = {
     FLAT: (NOOP, *METHODS),
     HIERARCHICAL: ("bf16", "int8", "int4"),
     HSDP: METHODS,
     REPLICATE: METHODS,
-    FSDP2: (PLAIN, "bf16", "int8", "int4"),
+    FSDP2: (UNCOMPRESSED, "bf16", "int8", "int4"),
 }
 DEFAULT_RATES = ("100mbit", "1gbit")
 HOSTS, RANKS_PER_HOST = 2, 2
 # Largest relative error of the first compressed gradient; a projection is closer to the mean than zero is.
-TOLERANCES = {PLAIN: 1e-5, "bf16": 2**-7, "int8": 2**-5, "int4": 0.35, "powersgd-r4": 1.0}
+TOLERANCES = {UNCOMPRESSED: 1e-5, "bf16": 2**-7, "int8": 2**-5, "int4": 0.35, "powersgd-r4": 1.0}
 
 
 class Bytes(Text):
@@ -79,7 +80,7 @@ class NodesCase:
         ranks = dist.get_world_size()
         wrapped: nn.Module = model
         if self.seam in (FLAT, HIERARCHICAL):
-            ddp = TorchDDP if self.method == PLAIN else gradwire.DistributedDataParallel
+            ddp = TorchDDP if self.method == UNCOMPRESSED else gradwire.DistributedDataParallel
             wrapped = ddp(model, process_group=dist.new_group())
         elif self.seam == HSDP:
             mesh = init_device_mesh("cpu", (hosts, ranks // hosts), mesh_dim_names=("replicate", "shard"))
@@ -90,7 +91,7 @@ class NodesCase:
             mesh = DeviceMesh.from_group(dist.new_group(), "cpu", mesh_dim_names=(name,))
             for module in (*model.layers, model):
                 wrap(module, mesh=mesh)
-        if self.method == PLAIN:
+        if self.method == UNCOMPRESSED:
             return wrapped, None
         if self.seam == FSDP2:
             within = self.method if self.method == "bf16" else ReduceScatterOptions(wire=self.method)
@@ -147,7 +148,7 @@ class NodesCase:
         return self.records({"rate": rate}, metrics)
 
     def records(self, case: dict[str, Any], metrics: dict[str, Any]) -> list[Record]:
-        by = PYTORCH if self.method == PLAIN else GRADWIRE
+        by = PYTORCH if self.method == UNCOMPRESSED else GRADWIRE
         case = case | {"seam": self.seam, "method": self.method}
         return records_of("nodes", case, by, dist.get_world_size(), metrics)
 
@@ -246,10 +247,11 @@ def _table(title: str, records: Sequence[Record], metric: str, base: float = 0) 
         def text(group: Group) -> str:
             seam = FLAT if group[0]["seam"] == HIERARCHICAL else group[0]["seam"]
             found = median_of((record for record in group if record["method"] == method), metric)
-            plain = median_of((r for r in shown if (r["seam"], r["method"]) == (seam, PLAIN)), metric)
+            plain = median_of((r for r in shown if (r["seam"], r["method"]) == (seam, UNCOMPRESSED)), metric)
             if found is None:
                 return "-"
-            speed_up = f" ({plain / found:.2g}x)" if metric == Metric.STEP_MS and method != PLAIN and plain else ""
+            is_compared = metric == Metric.STEP_MS and method != UNCOMPRESSED
+            speed_up = f" ({plain / found:.2g}x)" if is_compared and plain else ""
             return format_value(metric, max(found - base, 0)) + speed_up
 
         return text

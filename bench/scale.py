@@ -24,6 +24,7 @@ import torch
 from gradwire.bench.kernel_bytes import (
     copy_bytes,
     dequantize_bytes,
+    element_bytes,
     quantize_bytes,
     reduce_quantized_bytes,
     sum_quantized_bytes,
@@ -35,12 +36,16 @@ from gradwire.kernels import WIRE_FORMATS
 from gradwire.planner.link_probe import bytes_out_of_node
 from gradwire.planner.model import BETWEEN_NODES
 
-MODELS = {"GPT-2 124 M": 124_000_000, "1.3 B": 1_300_000_000, "7 B": 7_000_000_000}  # parameters
+SIZES = {"GPT-2 124 M": 124_000_000, "1.3 B": 1_300_000_000, "7 B": 7_000_000_000}  # parameters
 NODES, GPUS = (16, 128, 1024), 8
 RATES_GBIT = (25, 100, 400)  # of each GPU's network interface
-BLOCK = 64  # elements that share a scale
-METHODS = [(wire, is_hierarchical) for is_hierarchical in (False, True) for wire in ("int8", "int4")]
-SEAMS = {False: "ddp-flat", True: "ddp-hierarchical"}
+# The wire format, and whether nodes add up their gradients first.
+QUANTIZED_EXCHANGES = {
+    f"{wire}, {'hierarchical' if is_hierarchical else 'flat'}": (wire, is_hierarchical)
+    for is_hierarchical in (False, True)
+    for wire in ("int8", "int4")
+}
+FLAT, HIERARCHICAL = "ddp-flat", "ddp-hierarchical"  # seams of `gradwire.bench.nodes`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,12 +73,7 @@ def quantized_bytes(numel: int, wire: str, is_hierarchical: bool, nodes: int, gp
     message = numel / gpus if is_hierarchical else numel
     kinds = [shot + (BETWEEN_NODES if is_hierarchical else "") for shot in ("all-to-all", "all-gather")]
     out = sum(bytes_out_of_node(kind, nodes * gpus, gpus) for kind in kinds)
-    return out * message * element_bytes(wire) / 2  # the payload of a shot is half of the message
-
-
-def element_bytes(wire: str) -> float:
-    """Bytes per element in a message, scales included."""
-    return WIRE_FORMATS[wire].block_bytes(BLOCK) / BLOCK
+    return out * message * element_bytes(WIRE_FORMATS[wire]) / 2  # the payload of a shot is half of the message
 
 
 def plain_seconds(numel: int, nodes: int, gpus: int, gbit: float, machine: Machine) -> float:
@@ -89,15 +89,15 @@ def stages(
     """The exchange with quantized messages, of gradients in bf16, with error memory in fp32."""
     format_, fp32, source, inside_format = WIRE_FORMATS[wire], torch.float32, torch.bfloat16, WIRE_FORMATS["bf16"]
     shard, peers, inside = numel, nodes * gpus, 0.0
-    memory = dequantize_bytes(numel, format_, BLOCK, source)
+    memory = dequantize_bytes(numel, format_, source)
     if is_hierarchical:
         shard, peers, inside = numel // gpus, nodes, 1 - 1 / gpus
-        memory += quantize_bytes(numel, source, inside_format, BLOCK, None)
-        memory += sum_quantized_bytes(shard, gpus, inside_format, BLOCK)
-    memory += quantize_bytes(shard, fp32 if is_hierarchical else source, format_, BLOCK, fp32)
-    memory += reduce_quantized_bytes(shard // peers, peers, format_, BLOCK, fp32)
+        memory += quantize_bytes(numel, source, inside_format, None)
+        memory += sum_quantized_bytes(shard, gpus, inside_format)
+    memory += quantize_bytes(shard, fp32 if is_hierarchical else source, format_, fp32)
+    memory += reduce_quantized_bytes(shard // peers, peers, format_, fp32)
     memory += copy_bytes(shard + shard // peers, fp32, fp32)
-    local = inside * numel * (source.itemsize + element_bytes(wire))  # the gradients, then the codes
+    local = inside * numel * (source.itemsize + element_bytes(format_))  # the gradients, then the codes
     buckets = ceil(numel / machine.bucket)
     return Stages(
         link=quantized_bytes(numel, wire, is_hierarchical, nodes, gpus) / (gpus * gbit * 1e9 / 8),
@@ -110,15 +110,15 @@ def stages(
 def tables() -> list[Table]:
     """A table for each model: milliseconds of the exchange, and how much faster than the plain one it is."""
     machine = Machine()
-    headers = ["nodes, Gb/s per GPU", "bf16, plain"]
-    headers += [f"{wire}, {'hierarchical' if is_hierarchical else 'flat'}" for wire, is_hierarchical in METHODS]
+    headers = ["nodes, Gb/s per GPU", "bf16, plain", *QUANTIZED_EXCHANGES]
     result = []
-    for name, numel in MODELS.items():
+    for name, numel in SIZES.items():
         rows = []
         for nodes in NODES:
             for gbit in RATES_GBIT:
                 plain = plain_seconds(numel, nodes, GPUS, gbit, machine)
-                times = [sum(stages(numel, *method, nodes, GPUS, gbit, machine)) for method in METHODS]
+                of = [stages(numel, *each, nodes, GPUS, gbit, machine) for each in QUANTIZED_EXCHANGES.values()]
+                times = list(map(sum, of))
                 cells = [f"{format_number(1e3 * time)} ({plain / time:.2g}x)" for time in times]
                 rows.append([f"{nodes:,} x {GPUS}, {gbit}", format_number(1e3 * plain), *cells])
         title = f"Model, not a measurement: gradient exchange (ms) of {name} parameters"
@@ -133,9 +133,9 @@ def calibration(records: Sequence[Record]) -> list[Table]:
     rows = []
     for (name,), group in groups_of(records, "rate"):
         measured = dict(groups_of(group, "seam", "method"))
-        noop = median_of(measured.get((SEAMS[False], "noop"), ()), Metric.STEP_MS)
-        for wire, is_hierarchical in METHODS:
-            found = measured.get((SEAMS[is_hierarchical], wire), ())
+        noop = median_of(measured.get((FLAT, "noop"), ()), Metric.STEP_MS)
+        for exchange, (wire, is_hierarchical) in QUANTIZED_EXCHANGES.items():
+            found = measured.get((HIERARCHICAL if is_hierarchical else FLAT, wire), ())
             step, sent = (median_of(found, metric) for metric in (Metric.STEP_MS, Metric.SENT_PER_STEP))
             if noop is None or step is None or sent is None:
                 continue
@@ -145,8 +145,7 @@ def calibration(records: Sequence[Record]) -> list[Table]:
             if mbit is not None:
                 times = 8e-3 * predicted / mbit, step - noop
                 cells += [*map(format_number, times), f"{times[0] / times[1]:.2f}" if times[1] > 0 else "-"]
-            label = f"{wire}, {'hierarchical' if is_hierarchical else 'flat'}, {format_rate(name)}"
-            rows.append([label, *cells, *[""] * (6 - len(cells))])
+            rows.append([f"{exchange}, {format_rate(name)}", *cells, *[""] * (6 - len(cells))])
     headers = ["exchange", *(f"{what}, {how}" for what in ("sent", "ms") for how in ("model", "measured", "ratio"))]
     title = "Calibration: link stage of the model against DDP"
     notes = ["calibration: ms measured is the step minus that with noop_hook, so it includes computation"]

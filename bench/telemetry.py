@@ -27,7 +27,7 @@ from gradwire.bench.tables import Group, Table, count, groups_of, median_of, piv
 from gradwire.bench.timing import bench_device, time_in_turn
 from gradwire.planner.hook_registry import FIRST_COMPRESSED, label
 
-HOOKS = ("bf16-fp32-sum", "int4", "powersgd-r4")
+OBSERVED_HOOKS = ("bf16-fp32-sum", "int4", "powersgd-r4")
 PLAIN, MEASURED, COMPARED = "plain", "measured", "compared"
 EVERY, EXACT_EVERY = 50, 1000  # intervals in the table
 
@@ -36,7 +36,7 @@ def measure(ranks: Sequence[int], steps: int) -> Measured:
     """Step times of each hook without telemetry, measured in every step, and compared in every step."""
     device = bench_device()
     settings = {"model": MODEL, "steps": steps, "threads": 1, "first_compressed_step": FIRST_COMPRESSED}
-    runs = [(size, settings | {"hook": hook}) for size in ranks for hook in HOOKS]
+    runs = [(size, settings | {"hook": hook}) for size in ranks for hook in OBSERVED_HOOKS]
     return Measured(settings, [record for size, of in runs for record in launch.run(__name__, of, size, device)])
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from gradwire import kernels
+from gradwire.bench.kernel_bytes import BLOCK_SIZE, element_bytes
 
-BLOCK_SIZE = 64  # of gradwire's formats
 Rounding = Callable[[Tensor], Tensor]  # of fp32 numbers, to those that arrive
 
 
@@ -62,7 +62,7 @@ def of_wire(wire: kernels.WireFormat) -> Format:
     def round_blocks(blocks: Tensor) -> Tensor:
         return wire.decode(*wire.encode(blocks, torch.full((len(blocks),), BLOCK_SIZE)))
 
-    return Format(wire.name, 8 * wire.block_bytes(BLOCK_SIZE) / BLOCK_SIZE, BLOCK_SIZE, round_blocks)
+    return Format(wire.name, 8 * element_bytes(wire), BLOCK_SIZE, round_blocks)
 
 
 def microscaling(name: str, bits: int, elements: Minifloat) -> Format:

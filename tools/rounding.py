@@ -18,6 +18,7 @@ from rich.progress import track
 from torch import Tensor
 
 from gradwire import kernels
+from gradwire.bench.kernel_bytes import BLOCK_SIZE
 from gradwire.bench.record import Measured, Record, records_of, unique
 from gradwire.bench.tables import Cell, Group, Table, count, median_of, pivot, value
 from gradwire.bench.tasks import OPTIMIZERS
@@ -192,7 +193,7 @@ def measure() -> Measured:
         error = relative_error(simulated, STEPS_WORLD_SIZE, STEPS, seed=0)
         add(STEPS_WORLD_SIZE, RELATIVE_ERROR_OF_STEPS, float(f"{error:.4g}"))
     records += one_step_records()
-    return Measured({"numel": NUMEL, "block_size": formats.BLOCK_SIZE, "seeds": SEEDS, "steps": STEPS}, records)
+    return Measured({"numel": NUMEL, "block_size": BLOCK_SIZE, "seeds": SEEDS, "steps": STEPS}, records)
 
 
 def tables(records: Sequence[Record]) -> list[Table]:

@@ -34,7 +34,7 @@ from gradwire.kernels.lowrank_triton import dot_precision
 from gradwire.kernels.matrix_table import ELEMENTWISE_RANK, MAX_STRIPS
 
 SOURCES = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.complex64)
-RANKS = (1, 4, 7, 16, 32, 64)
+LOW_RANKS = (1, 4, 7, 16, 32, 64)
 # Neighbors of a program's chunk of 4096 elements, odd sizes, a scalar and an empty tensor.
 SIZES = {
     "aligned": ((4096,), (64, 128), (3, 4096)),
@@ -400,18 +400,18 @@ KERNEL_CHECKS: dict[str, LaneCase] = {
             lowrank, dtype, rank, offset, "tf32"
         )
         for dtype in (torch.float32, torch.float16, torch.bfloat16)
-        for rank in RANKS
+        for rank in LOW_RANKS
         for offset in (0, 1)
     },
     **{
         f"low-rank passes without TF32, {name_of(dtype)}, rank {rank}": partial(lowrank, dtype, rank, 0, "fp32")
         for dtype in (torch.float32, torch.bfloat16)
-        for rank in RANKS
+        for rank in LOW_RANKS
         if rank > ELEMENTWISE_RANK
     },
-    **{f"low-rank passes at any address, rank {rank}": partial(lowrank_at_any_address, rank) for rank in RANKS},
-    **{f"orthogonalize, rank {rank}": partial(orthogonalization, rank) for rank in RANKS},
-    **{f"warm start, rank {rank}": partial(warm_start, rank) for rank in RANKS},
+    **{f"low-rank passes at any address, rank {rank}": partial(lowrank_at_any_address, rank) for rank in LOW_RANKS},
+    **{f"orthogonalize, rank {rank}": partial(orthogonalization, rank) for rank in LOW_RANKS},
+    **{f"warm start, rank {rank}": partial(warm_start, rank) for rank in LOW_RANKS},
     "flatten and unflatten more than 2^31 elements": flattening_beyond_int32,
     "low-rank passes over more than 2^31 elements": lowrank_beyond_int32,
     **QUANTIZATION_CHECKS,

@@ -37,7 +37,7 @@ from gradwire.bench.kernel_bytes import (
     reduce_quantized_bytes,
     renew_bytes,
 )
-from gradwire.bench.kernel_cases import BLOCK_SIZE, CASES, COMPILED, check, copy_bandwidth, time_cases
+from gradwire.bench.kernel_cases import CASES, COMPILED, check, copy_bandwidth, time_cases
 from gradwire.bench.namespaces import Rate
 from gradwire.bench.record import percentiles_ms
 from gradwire.bench.shapes import SHAPES, Shape, buckets, rotation
@@ -143,9 +143,9 @@ def hook_bytes(hook: str, shapes: Sequence[Sequence[Shape]]) -> float | None:
 def _quantized_bytes(numel: int, format: kernels.WireFormat) -> float:
     fp32 = torch.float32
     return (
-        quantize_bytes(numel, fp32, format, BLOCK_SIZE, fp32)
-        + reduce_quantized_bytes(numel, 1, format, BLOCK_SIZE, fp32)
-        + dequantize_bytes(numel, format, BLOCK_SIZE, fp32)
+        quantize_bytes(numel, fp32, format, fp32)
+        + reduce_quantized_bytes(numel, 1, format, fp32)
+        + dequantize_bytes(numel, format, fp32)
         + copy_bytes(2 * numel, fp32, fp32)  # errors of both shots
     )
 

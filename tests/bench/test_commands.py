@@ -24,7 +24,7 @@ COMMANDS = {
     "telemetry": (
         "bench telemetry --ranks 1 --steps 1",
         "overhead: extra time of a measured step",
-        *("hook", set(telemetry.HOOKS)),
+        *("hook", set(telemetry.OBSERVED_HOOKS)),
     ),
     "network": (
         "bench network --steps 2 --hooks fp16 --loopback",

@@ -103,8 +103,8 @@ def test_byte_counts_agree_with_docstrings():
     assert "= 28 N in fp32" in lowrank.__doc__
     assert "= 24 N with 16-bit gradients" in lowrank.__doc__
     int4 = WIRE_FORMATS["int4"]
-    assert quantize_bytes(64, fp32, int4, 64, fp32) == 64 * (4 + 8) + 32 + 2
-    assert quantize_bytes(64, bf16, int4, 64, None) == 64 * 2 + 34
-    assert reduce_quantized_bytes(64, 4, int4, 64, bf16) == 64 * 4 + 5 * 34
-    assert sum_quantized_bytes(64, 4, int4, 64) == 64 * 4 + 4 * 34
-    assert dequantize_bytes(64, int4, 64, fp16) == 64 * 2 + 34
+    assert quantize_bytes(64, fp32, int4, fp32) == 64 * (4 + 8) + 32 + 2
+    assert quantize_bytes(64, bf16, int4, None) == 64 * 2 + 34
+    assert reduce_quantized_bytes(64, 4, int4, bf16) == 64 * 4 + 5 * 34
+    assert sum_quantized_bytes(64, 4, int4) == 64 * 4 + 4 * 34
+    assert dequantize_bytes(64, int4, fp16) == 64 * 2 + 34

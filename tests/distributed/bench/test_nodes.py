@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from gradwire.bench import nodes
 from gradwire.bench.namespaces import LOOPBACK
-from gradwire.bench.nodes import FLAT, HIERARCHICAL, HSDP, PLAIN, SEAMS, Bytes
+from gradwire.bench.nodes import FLAT, HIERARCHICAL, HSDP, SEAMS, UNCOMPRESSED, Bytes
 from gradwire.bench.record import Metric
 from tests.support.ranks import from_all_ranks, on_ranks
 from tests.support.training import error_of
@@ -30,7 +30,7 @@ def test_loss_and_memory_belong_to_one_method():
     small, environment = on_two_nodes()
     with small, environment:
         memory, loss = nodes.main(SETTINGS | {"trained": [HSDP, "int8"]}, torch.device("cpu"))
-        plain = nodes.main(SETTINGS | {"trained": [HSDP, PLAIN]}, torch.device("cpu"))[1]
+        plain = nodes.main(SETTINGS | {"trained": [HSDP, UNCOMPRESSED]}, torch.device("cpu"))[1]
     assert (memory.metric, loss.metric) == (Metric.MEMORY, Metric.VALIDATION_LOSS)
     assert memory.p50 > 100e6 and abs(loss.p50 - plain.p50) < 0.01
     assert len(set(from_all_ranks((loss.p50, plain.p50)))) == 1
