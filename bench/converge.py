@@ -16,14 +16,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.progress import Progress
-from torch.optim.lr_scheduler import LinearLR, LRScheduler
 
 from gradwire.bench import launch, namespaces
-from gradwire.bench.implementations import GRADWIRE, PYTORCH
+from gradwire.bench.implementations import PYTORCH
 from gradwire.bench.namespaces import Rate, limit, places_of
 from gradwire.bench.record import Measured, Metric, Record, records_of, unique
 from gradwire.bench.tables import Cell, Group, Table, count, format_link, format_value, pivot
-from gradwire.bench.tasks import NO_FEEDBACK, OPTIMIZERS, TASKS, TRAINED_HOOKS, Task, Training, describe
+from gradwire.bench.tasks import (
+    NO_FEEDBACK,
+    OPTIMIZERS,
+    PLAIN_STEPS,
+    TASKS,
+    Task,
+    Training,
+    describe,
+    implementations_of,
+    ramps,
+)
 from gradwire.bench.timing import in_turn, slowest
 from gradwire.planner.hook_registry import display_name
 
@@ -31,8 +40,6 @@ DEFAULT_HOOKS = (
     *("none", "fp16", "int8", "int4", "int2"),
     *("powersgd-r4", "powersgd-r16", "powersgd-r8-int8", "powersgd-r16-int8", NO_FEEDBACK),
 )
-PLAIN_STEPS = 2  # uncompressed steps of quantized and low-rank hooks: the fewest that PyTorch's powerSGD_hook accepts
-RAMP_STEPS = 10  # steps until the learning rate has its full size
 
 
 class Trial(Training):
@@ -70,11 +77,6 @@ class Trial(Training):
             m: {"p50": curve[-1] if is_reached else None, "series": curve} for m, curve in curves.items() if curve
         }
         return records_of("converge", self.case, self.implementation, dist.get_world_size(), metrics)
-
-
-def ramps(optimizers: Sequence[torch.optim.Optimizer]) -> list[LRScheduler]:
-    """Schedules that raise the learning rates to their full size in `RAMP_STEPS`."""
-    return [LinearLR(each, 1 / RAMP_STEPS, total_iters=RAMP_STEPS) for each in optimizers]
 
 
 def measure(
@@ -124,11 +126,6 @@ def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
             records += [record for trial in trials for record in trial.records()]
     of = {"task": settings["task"], "rate": settings["rate"]}
     return [replace(record, case=of | record.case) for record in records]
-
-
-def implementations_of(hook: str) -> list[str]:
-    """The implementations that train with a hook: PyTorch only if it has the hook; its closest is another row."""
-    return [PYTORCH, GRADWIRE] if TRAINED_HOOKS[hook].pytorch.is_same else [GRADWIRE]
 
 
 def to_target(records: Iterable[Record], metric: str) -> list[float] | None:

@@ -25,7 +25,7 @@ from gradwire.bench.tables import Cell, Group, Table, count, format_link, median
 from gradwire.bench.tasks import Digits, Training, describe
 from gradwire.planner.hook_registry import HOOKS, display_name
 
-PLAIN_STEPS = 10  # uncompressed steps of quantized and low-rank hooks
+DEMO_PLAIN_STEPS = 10  # uncompressed steps of quantized and low-rank hooks
 
 
 def records_of_training(training: Training, epochs: int) -> list[Record]:
@@ -58,7 +58,7 @@ def measure(
         "test_images": len(task.test_labels),
         "parameters": describe(task)["parameters"],
         "batch_size": task.batch_size(processes),
-        "plain_steps": PLAIN_STEPS,
+        "plain_steps": DEMO_PLAIN_STEPS,
     }
     return Measured(settings, records)
 
@@ -72,7 +72,7 @@ def demo_device(processes: int, rate: Rate) -> torch.device:
 def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
     task, hooks, epochs = Digits(device), settings["hooks"], settings["epochs"]
     steps = epochs * (len(task.train_labels) // task.batch_size(dist.get_world_size()))
-    trainings = [Training(task, hook, GRADWIRE, settings["seed"], PLAIN_STEPS, device) for hook in hooks]
+    trainings = [Training(task, hook, GRADWIRE, settings["seed"], DEMO_PLAIN_STEPS, device) for hook in hooks]
     for training in trainings:
         training.schedules = [OneCycleLR(each, max_lr=0.02, total_steps=steps) for each in training.optimizers]
     batches = [task.batches(settings["seed"], dist.get_rank(), dist.get_world_size()) for _ in hooks]

@@ -75,7 +75,7 @@ class Implementation:
     ) -> None:
         self.hook = hook
         self.name = name
-        self.one_bucket = name == PYTORCH and needs_one_bucket(hook, device) if one_bucket is None else one_bucket
+        self.one_bucket = needs_one_bucket(HOOKS[hook], name, device) if one_bucket is None else one_bucket
         self.seconds: list[float] = []  # timed steps
         self.host_seconds: list[float] = []  # CPU time of each step so far, until the backward returned
         self.link_bytes: list[int] = []  # sent over the network interface in the timed steps
@@ -185,9 +185,9 @@ def check_hook(hook: str, device: torch.device) -> list[float]:
     return seconds
 
 
-def needs_one_bucket(hook: str, device: torch.device) -> bool:
-    """Whether PyTorch's hook runs only if the model is one bucket; see `gradwire.planner.hook_registry.PyTorchHook`."""
-    return HOOKS[hook].pytorch.one_bucket and device.type == "cpu"
+def needs_one_bucket(entry: HookEntry, name: str, device: torch.device) -> bool:
+    """Whether an implementation of a hook runs only if the model is one bucket, as some of `PYTORCH` do on gloo."""
+    return name == PYTORCH and entry.pytorch.one_bucket and device.type == "cpu"
 
 
 def maker_of(entry: HookEntry, name: str) -> Make:

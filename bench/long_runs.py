@@ -16,11 +16,20 @@ import torch.distributed as dist
 from rich.progress import Progress
 
 from gradwire.bench import launch
-from gradwire.bench.converge import PLAIN_STEPS, implementations_of, ramps
 from gradwire.bench.implementations import GRADWIRE, PYTORCH
 from gradwire.bench.record import Measured, Metric, Record, records_of, unique
 from gradwire.bench.tables import Cell, Group, Table, count, difference, format_value, groups_of, median_of, pivot
-from gradwire.bench.tasks import OPTIMIZERS, TASKS, TRAINED_HOOKS, Task, Training, describe
+from gradwire.bench.tasks import (
+    OPTIMIZERS,
+    PLAIN_STEPS,
+    TASKS,
+    TRAINED_HOOKS,
+    Task,
+    Training,
+    describe,
+    implementations_of,
+    ramps,
+)
 from gradwire.hooks._settings import HookSettings
 from gradwire.planner.hook_registry import display_name
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 from torch.nn import functional
+from torch.optim.lr_scheduler import LinearLR, LRScheduler
 
 from gradwire.bench.gradient_checks import is_equal_everywhere
 from gradwire.bench.implementations import (
@@ -21,6 +23,7 @@ from gradwire.bench.implementations import (
     PYTORCH,
     TorchDDP,
     maker_of,
+    needs_one_bucket,
     wrap,
 )
 from gradwire.comm.connections import connections_of
@@ -30,6 +33,8 @@ from gradwire.reducer import DistributedDataParallel
 
 Batch = tuple[Tensor, Tensor]  # inputs and labels
 CPU = torch.device("cpu")
+PLAIN_STEPS = 2  # uncompressed steps of quantized and low-rank hooks: the fewest that PyTorch's powerSGD_hook accepts
+RAMP_STEPS = 10  # steps until the learning rate has its full size
 OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon", "sgd": "SGD"}
 NO_FEEDBACK = "powersgd-r4-no-feedback"
 TRAINED_HOOKS = COMPARABLE | {
@@ -47,24 +52,34 @@ TRAINED_HOOKS = COMPARABLE | {
 }
 
 
-class Task:
+class Task(ABC):
     title: str  # title of tables and plots
     score: str  # name of the validation metric, with its unit
     target: float  # the score that ends a training
     rises: bool  # whether a higher score is better
     evaluate_every: int  # steps between evaluations
     max_steps: int  # length of a training that misses the target
-
     optimizers: tuple[str, ...]  # names of optimizers; the first is the default
 
-    make_model: Callable[[], nn.Module]  # with weights from PyTorch's generator
-    # from its name: all that update a model together
-    make_optimizers: Callable[[nn.Module, str], list[torch.optim.Optimizer]]
-    # from a seed, a rank and the number of ranks: the rank's share of every batch, endless
-    batches: Callable[[int, int, int], Iterator[Batch]]
-    score_of: Callable[[nn.Module], float]  # on data that the model was not trained on
-    # mean cross entropy in nats, on as much of that data as a training can afford at a few steps
-    validation_loss: Callable[[nn.Module], float]
+    @abstractmethod
+    def make_model(self) -> nn.Module:
+        """A model with weights from PyTorch's generator."""
+
+    @abstractmethod
+    def make_optimizers(self, model: nn.Module, name: str) -> list[torch.optim.Optimizer]:
+        """The optimizers that update a model together, by a name of `optimizers`."""
+
+    @abstractmethod
+    def batches(self, seed: int, rank: int, ranks: int) -> Iterator[Batch]:
+        """A rank's share of every batch, endless."""
+
+    @abstractmethod
+    def score_of(self, model: nn.Module) -> float:
+        """The score on data that the model was not trained on."""
+
+    @abstractmethod
+    def validation_loss(self, model: nn.Module) -> float:
+        """Mean cross entropy in nats, on as much of that data as a training can afford at a few steps."""
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Mean cross entropy, in nats."""
@@ -269,16 +284,16 @@ class Training:
         torch.manual_seed(seed)
         self.task, self.hook, self.implementation = task, hook, implementation
         entry = TRAINED_HOOKS[hook]
-        needs_one_bucket = implementation == PYTORCH and entry.pytorch.one_bucket
+        one_bucket = needs_one_bucket(entry, implementation, device)
         self.model, self.state = wrap(
             task.make_model().to(device),
             maker_of(entry, implementation),
             DistributedDataParallel if implementation == GRADWIRE else TorchDDP,
             start,
-            bucket_cap_mb=ONE_BUCKET_MB if needs_one_bucket else None,
+            bucket_cap_mb=ONE_BUCKET_MB if one_bucket else None,
         )
         self.optimizers = task.make_optimizers(self.model, optimizer or task.optimizers[0])
-        self.schedules: list[torch.optim.lr_scheduler.LRScheduler] = []
+        self.schedules: list[LRScheduler] = []
         self._sent_so_far = sent_bytes or self._payload_bytes
         self.losses: list[float] = []
         self.seconds: list[float] = []
@@ -333,6 +348,16 @@ class Training:
             raise RuntimeError(
                 f"{self.hook}, {self.implementation}: the ranks ended with different weights; nothing is reported."
             )
+
+
+def implementations_of(hook: str) -> list[str]:
+    """The implementations that train with a hook: PyTorch only if it has the hook; its closest is another row."""
+    return [PYTORCH, GRADWIRE] if TRAINED_HOOKS[hook].pytorch.is_same else [GRADWIRE]
+
+
+def ramps(optimizers: Sequence[torch.optim.Optimizer]) -> list[LRScheduler]:
+    """Schedules that raise the learning rates to their full size in `RAMP_STEPS`."""
+    return [LinearLR(each, 1 / RAMP_STEPS, total_iters=RAMP_STEPS) for each in optimizers]
 
 
 def describe(task: Task) -> dict[str, Any]:

@@ -20,10 +20,9 @@ import torch
 from rich.progress import track
 from torch import Tensor
 
-from gradwire.bench.converge import PLAIN_STEPS, ramps
 from gradwire.bench.record import Measured, Metric, Record, records_of
 from gradwire.bench.tables import Cell, Group, Table, count, difference, pivot
-from gradwire.bench.tasks import TASKS, describe
+from gradwire.bench.tasks import PLAIN_STEPS, TASKS, describe, ramps
 from gradwire.kernels.wire_formats import round_to_bf16
 from tools.formats import GRADWIRE, PUBLISHED, Rounding
 

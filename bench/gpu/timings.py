@@ -179,7 +179,7 @@ def _theirs(hook: str, shapes: Sequence[Sequence[Shape]], device: torch.device) 
         return {}
     registration = entry.make(default_group(), FIRST_COMPRESSED)
     assert registration is not None
-    if needs_one_bucket(hook, device):
+    if needs_one_bucket(HOOKS[hook], PYTORCH, device):
         shapes = [[shape for bucket_shapes in shapes for shape in bucket_shapes]]
     return {PYTORCH if entry.is_same else CLOSEST: _warm(HookStep(registration, shapes, device, is_flat=True))}
 
