@@ -145,7 +145,7 @@ def counts_of(step: Callable[[], object], driver: Driver) -> list[int]:
 
 
 def measure(hooks: Sequence[str], steps: int) -> Measured:
-    if not host_double.compilers():
+    if not host_double.c_compilers():
         raise launch.LaunchError("there is no C compiler. Install gcc or clang, or set CC to its path.", "")
     settings = {"steps": steps, "threads": 1}
     records = [record for hook in hooks for record in launch.run(__name__, settings | {"hook": hook}, 1)]

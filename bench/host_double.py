@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # lists PyTorch's functions when it is imported
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
@@ -24,9 +23,10 @@ from torch.futures import Future
 BACKEND = "gradwire_host"
 
 
-def compilers() -> list[str]:
-    """The paths of C compilers, in the order in which Triton prefers them."""
-    return [path for name in (os.environ.get("CC"), "gcc", "clang") if name and (path := shutil.which(name))]
+def c_compilers() -> list[str]:
+    """The paths of the C compilers that Triton can use: that of CC, if it is set, else of gcc and clang."""
+    names = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    return [path for name in names if (path := shutil.which(name))]
 
 
 class Device(str):
@@ -123,7 +123,7 @@ class Driver:
     def __init__(self, folder: Path) -> None:
         source, library = Path(__file__).with_name("libcuda.c"), folder / "libcuda.so.1"
         options = ["-shared", "-fPIC", "-O2", f"-Wl,-soname,{library.name}", "-o", str(library)]
-        subprocess.run([compilers()[0], *options, str(source)], check=True)
+        subprocess.run([c_compilers()[0], *options, str(source)], check=True)
         self._library = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
     def count(self, name: str) -> int:
@@ -133,6 +133,8 @@ class Driver:
 
 def install(folder: Path) -> Driver:
     """Give this process a GPU that does nothing. Triton must not have been used."""
+    import torch._dynamo  # lists PyTorch's functions, before some are replaced
+
     driver = Driver(folder)
     os.environ["TRITON_LIBCUDA_PATH"] = str(folder)
     cuda: Any = torch.cuda

@@ -7,7 +7,6 @@ DDPs, CUDA graphs, recorded steps, GradScaler, two ranks, and the times of hooks
 from __future__ import annotations
 
 import os
-import shutil
 import sysconfig
 from pathlib import Path
 
@@ -15,10 +14,11 @@ import torch
 import torch.distributed as dist
 
 from gradwire import kernels
-from gradwire.bench.gpu.compare import LaneCase, Skipped, require
+from gradwire.bench.gpu.case import LaneCase, Skipped, require
 from gradwire.bench.gpu.hook_checks import HOOK_CHECKS
 from gradwire.bench.gpu.kernel_checks import KERNEL_CHECKS
 from gradwire.bench.gpu.timings import HOOK_TIMINGS, KERNEL_TIMINGS
+from gradwire.bench.host_double import c_compilers
 
 
 def driver(device: torch.device) -> None:
@@ -30,8 +30,7 @@ def driver(device: torch.device) -> None:
 
 def c_compiler(device: torch.device) -> None:
     """Triton compiles a launcher for each kernel."""
-    names = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
-    require(any(map(shutil.which, names)), f"no {' or '.join(names)} on the path. Install gcc, or set CC.")
+    require(c_compilers(), f"no {os.environ.get('CC', 'gcc or clang')} on the path. Install gcc, or set CC.")
 
 
 def python_headers(device: torch.device) -> None:

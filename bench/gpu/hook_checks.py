@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
 
 from gradwire.bench.emulated import emulated_link, wire_seconds
-from gradwire.bench.gpu.compare import LaneCase, Skipped, require
+from gradwire.bench.gpu.case import LaneCase, Skipped, require
 from gradwire.bench.gpu.training import (
     DropoutNet,
     HalfNet,

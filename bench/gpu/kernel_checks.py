@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gradwire import kernels
-from gradwire.bench.gpu.compare import (
+from gradwire.bench.gpu.case import (
     LaneCase,
     Skipped,
     at_offset,

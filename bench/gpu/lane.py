@@ -32,7 +32,7 @@ import torch
 
 import gradwire
 from gradwire.bench.gpu import first
-from gradwire.bench.gpu.compare import LaneCase
+from gradwire.bench.gpu.case import LaneCase
 from gradwire.bench.gpu.hook_checks import HOOK_CHECKS
 from gradwire.bench.gpu.kernel_checks import KERNEL_CHECKS
 from gradwire.bench.gpu.report import tables

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradwire import kernels
-from gradwire.bench.gpu.compare import LaneCase, at_offset, large_numel, name_of, same, same_twice, skip_if_rehearsed
+from gradwire.bench.gpu.case import LaneCase, at_offset, large_numel, name_of, same, same_twice, skip_if_rehearsed
 
 WORLD_SIZE, RANK, PIECES = 3, 1, 2
 # Full chunks of 4096 elements, partial blocks, single elements and an empty tensor.

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from gradwire.bench.gpu.compare import LaneCase, Skipped
+from gradwire.bench.gpu.case import LaneCase, Skipped
 from gradwire.bench.gpu.kernel_checks import KERNEL_CHECKS
 from gradwire.bench.launch import exit_with_launcher
 from gradwire.planner.clock import synchronize

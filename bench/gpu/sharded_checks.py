@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import gradwire
-from gradwire.bench.gpu.compare import LaneCase, require
+from gradwire.bench.gpu.case import LaneCase, require
 from gradwire.hooks.default_hooks import allreduce_hook
 from gradwire.hooks.powerSGD_hook import PowerSGDState
 from gradwire.hooks.quantization_hooks import QuantizationState

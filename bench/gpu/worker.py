@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from gradwire.bench.gpu.compare import LaneCase, Skipped
+from gradwire.bench.gpu.case import LaneCase, Skipped
 
 # Makes a process a rank on the CPU, with stand-ins for a GPU until the stack ends; returns the backend of its group.
 Rehearse = Callable[[ExitStack], str]

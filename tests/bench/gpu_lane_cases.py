@@ -2,7 +2,7 @@
 
 import torch.distributed as dist
 
-from gradwire.bench.gpu.compare import Skipped
+from gradwire.bench.gpu.case import Skipped
 
 
 def one_rank_raises(device):

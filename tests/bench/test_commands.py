@@ -56,7 +56,7 @@ def test_command_writes_the_results_it_prints(tmp_path, monkeypatch, name):
     assert found == values if values is not None else len(found) > 3
 
 
-@pytest.mark.skipif(not host_double.compilers(), reason="needs a C compiler")
+@pytest.mark.skipif(not host_double.c_compilers(), reason="needs a C compiler")
 def test_host_bench_times_and_counts_a_bucket(tmp_path):
     path = tmp_path / "results.jsonl"
     done = CliRunner().invoke(app, ["bench", "host", "--hooks", "fp16", "--steps", "3", "--output", str(path)])

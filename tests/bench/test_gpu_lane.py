@@ -17,6 +17,7 @@ import torch
 import gradwire
 from gradwire.bench.gpu import first, lane, worker
 from gradwire.bench.gpu.hook_checks import CAPTURED, HOOKS
+from gradwire.bench.host_double import c_compilers
 from gradwire.hooks.quantization_hooks import QuantizationState
 from gradwire.kernels import WIRE_FORMATS
 from gradwire.planner import hook_registry
@@ -239,6 +240,7 @@ def test_preflight_names_what_is_missing(monkeypatch, tmp_path):
     monkeypatch.setenv("CC", "no-such-compiler")
     with pytest.raises(AssertionError, match=r"no no-such-compiler on the path\. Install gcc, or set CC"):
         first.c_compiler(cpu)
+    assert c_compilers() == [], "Triton uses no other compiler"
     monkeypatch.setattr(first.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
     with pytest.raises(AssertionError, match="Install the headers of this Python"):
         first.python_headers(cpu)

@@ -11,8 +11,9 @@ from itertools import product
 import pytest
 import torch
 
-from gradwire.bench.gpu import compare, kernel_checks, timings
-from gradwire.bench.gpu.compare import Skipped
+from gradwire.bench.gpu import case as lane_case
+from gradwire.bench.gpu import kernel_checks, timings
+from gradwire.bench.gpu.case import Skipped
 from gradwire.bench.implementations import GRADWIRE
 from gradwire.bench.kernel_cases import CASES
 from gradwire.bench.shapes import rotation
@@ -31,7 +32,7 @@ def of_case(case):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.testing, "assert_close", lambda *_, **__: None)
-        for place, check in product((module, compare), CHECKS):
+        for place, check in product((module, lane_case), CHECKS):
             patch.setattr(place, check, lambda *_: None, raising=False)
         return recorded_launches(run)
 

@@ -1,4 +1,4 @@
-"""Comparisons for the cases of the GPU lane, with messages that tell how far off a result is."""
+"""A case of the GPU lane, and comparisons for cases, with messages that tell how far off a result is."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
