@@ -18,8 +18,6 @@ from gradwire.bench.shapes import Shape
 from gradwire.planner.hook_registry import Registration
 from gradwire.reducer.bucket import BucketSpec, DenseBucket
 
-BUCKET_MIB = 25  # bucket size of hooks whose state prefers no other
-
 
 class HookStep:
     """A hook on all buckets of a model, flat ones as in PyTorch's DDP or lists of gradients; a call is a step.

@@ -23,14 +23,14 @@ from torch import Tensor, nn
 
 from gradwire import DistributedDataParallel
 from gradwire.bench import host_double, launch
-from gradwire.bench.hook_step import BUCKET_MIB, HookStep
+from gradwire.bench.hook_step import HookStep
 from gradwire.bench.host_double import BACKEND, Collectives, Driver
 from gradwire.bench.implementations import GRADWIRE, GRADWIRE_ON_PYTORCH, PYTORCH, TorchDDP, wrap
 from gradwire.bench.record import Measured, Metric, Record, percentiles_ms, records_of
 from gradwire.bench.shapes import SHAPES, Shape, buckets
 from gradwire.bench.tables import Group, Table, median_of, pivot, relative, value
 from gradwire.bench.timing import turns
-from gradwire.planner.hook_registry import FIRST_COMPRESSED, HOOKS, Make, display_name
+from gradwire.planner.hook_registry import DEFAULT_CAP_MB, FIRST_COMPRESSED, HOOKS, Make, display_name
 
 DEFAULT_HOOKS = ("none", "fp16", "bf16", "int8", "int4", "sign", "powersgd-r4", "powersgd-r4-alternating")
 REFERENCE = "fp16"  # PyTorch's hook
@@ -85,7 +85,7 @@ def cpu_seconds(work: Callable[[], object]) -> float:
 
 def gpt2_buckets() -> list[list[Shape]]:
     """GPT-2's buckets with small tensors."""
-    return [[(SIDE,) * len(shape) for shape in bucket] for bucket in buckets(SHAPES["gpt2-124m"], BUCKET_MIB << 20)]
+    return [[(SIDE,) * len(shape) for shape in bucket] for bucket in buckets(SHAPES["gpt2-124m"], DEFAULT_CAP_MB << 20)]
 
 
 class HostCase:

@@ -25,7 +25,7 @@ from gradwire.comm.torch_internals import default_group
 from gradwire.hooks._bucket import GradBucket
 from gradwire.hooks._decorators import CommHook
 from gradwire.hooks.hook_state import HookState
-from gradwire.planner.clock import synchronize
+from gradwire.planner.device_sync import synchronize
 from gradwire.planner.hook_registry import FIRST_COMPRESSED, HOOKS, HookEntry, Make, Registration
 
 TorchDDP = nn.parallel.DistributedDataParallel

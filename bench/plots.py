@@ -18,10 +18,10 @@ from gradwire.bench import converge, demo, kernels, network
 from gradwire.bench.implementations import GRADWIRE, PYTORCH
 from gradwire.bench.record import Metric, Record, format_bytes, replacing, unique
 from gradwire.bench.tables import count, find, format_bandwidth, format_link, format_number, groups_of, median_of
-from gradwire.planner.hook_registry import STAR_NOTE, display_name, label
-from gradwire.planner.model import step_seconds
-from gradwire.planner.probe import CAST, PLAIN, Measurement
+from gradwire.planner.hook_registry import CAST, PLAIN, STAR_NOTE, display_name, label
+from gradwire.planner.measurement import Measurement
 from gradwire.planner.recommend import Advice
+from gradwire.planner.step_model import step_seconds
 
 Records = Sequence[Record]
 

@@ -36,7 +36,7 @@ from gradwire.bench.tables import (
     value,
 )
 from gradwire.bench.timing import bench_device, peak_memory, slowest, turns
-from gradwire.planner.clock import synchronize
+from gradwire.planner.device_sync import synchronize
 from gradwire.planner.hook_registry import HOOKS, label
 
 WARM_UP = 5  # the first steps build and rebuild buckets

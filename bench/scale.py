@@ -34,7 +34,7 @@ from gradwire.bench.record import Metric, Record, format_bytes
 from gradwire.bench.tables import Table, format_number, format_rate, groups_of, median_of
 from gradwire.kernels import WIRE_FORMATS
 from gradwire.planner.link_probe import bytes_out_of_node
-from gradwire.planner.model import BETWEEN_NODES
+from gradwire.planner.step_model import BETWEEN_NODES
 
 SIZES = {"GPT-2 124 M": 124_000_000, "1.3 B": 1_300_000_000, "7 B": 7_000_000_000}  # parameters
 NODES, GPUS = (16, 128, 1024), 8

@@ -16,19 +16,18 @@ from gradwire._version import __version__
 from gradwire.bench.record import format_bytes
 from gradwire.bench.tables import Table, count, format_bandwidth, print_tables
 from gradwire.bench.timing import bench_device
-from gradwire.planner.hook_registry import (
+from gradwire.planner.accuracy import (
     ACCURACY_NOTE,
-    HOOKS,
     LOSS_GAPS,
     MARK,
     MARK_NOTE,
     STEPS_TO_TARGET,
     accuracy_of,
-    display_name,
     is_aggressive,
     measured_accuracy,
 )
-from gradwire.planner.probe import CAST, PLAIN, Measurement
+from gradwire.planner.hook_registry import CAST, HOOKS, PLAIN, display_name
+from gradwire.planner.measurement import Measurement
 from gradwire.planner.recommend import WORTHWHILE, Advice, Prediction
 
 NOISY = 2.0  # spread of the model's step times above which predictions are not to be trusted

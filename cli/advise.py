@@ -31,11 +31,11 @@ from gradwire.cli.options import (
     parse_rate,
 )
 from gradwire.planner import jobs
-from gradwire.planner.hook_registry import COMPARABLE
+from gradwire.planner.hook_registry import CAST, COMPARABLE, PLAIN
 from gradwire.planner.jobs import JobError
-from gradwire.planner.model import GivenLink
-from gradwire.planner.probe import CAST, PLAIN, Measurement, measure, on_all_ranks
+from gradwire.planner.measurement import Measurement, measure, on_all_ranks
 from gradwire.planner.recommend import advise
+from gradwire.planner.step_model import GivenLink
 
 DEFAULT_LATENCY, MAX_LATENCY = 50, 1_000_000  # microseconds
 MAX_PRICE = 1_000_000

@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from gradwire.planner.hook_registry import COMPARABLE
 from gradwire.planner.jobs import JobError
+from gradwire.planner.measurement import Measurement, measure_exchange, on_all_ranks, overlap_with_backward
 from gradwire.planner.model_probe import ScriptProbe
-from gradwire.planner.probe import Measurement, measure_exchange, on_all_ranks, overlap_with_backward
 from gradwire.planner.recommend import advise
 from gradwire.reducer import DistributedDataParallel as OurDDP
 

@@ -24,10 +24,9 @@ from gradwire.hooks._decorators import CommHook
 from gradwire.hooks.default_hooks import CastState
 from gradwire.hooks.hook_state import HookSettings, HookState
 from gradwire.kernels import WIRE_FORMATS
-from gradwire.planner.hook_registry import HOOKS, QUANTIZED, Registration
+from gradwire.planner.hook_registry import HOOKS, PLAIN, QUANTIZED, Registration
 from gradwire.planner.jobs import JobError
 from gradwire.planner.model_probe import STEPS, ScriptProbe
-from gradwire.planner.probe import PLAIN
 from gradwire.planner.recommend import advise
 from gradwire.sharded import ReduceScatterOptions, attach
 from gradwire.sharded.attachment import is_attached

@@ -20,10 +20,10 @@ from gradwire.comm.transport import AllReduce, AllToAll, Collective, Shot, piece
 from gradwire.hooks._decorators import is_zero_copy
 from gradwire.hooks.default_hooks import allreduce_hook
 from gradwire.hooks.telemetry import Mark, durations
-from gradwire.planner.clock import spin, synchronize
+from gradwire.planner.device_sync import spin, synchronize
 from gradwire.planner.hook_registry import FIRST_COMPRESSED, HOOKS, Registration
-from gradwire.planner.model import BETWEEN_NODES, IN_NODE, BucketCost, HookCost, Message
 from gradwire.planner.model_probe import MAX_STEPS, Buckets
+from gradwire.planner.step_model import BETWEEN_NODES, IN_NODE, BucketCost, HookCost, Message
 from gradwire.reducer.bucket import DenseBucket
 
 

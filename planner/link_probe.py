@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from gradwire.comm import Task, Transport, Workspace, executor_for
 from gradwire.comm.transport import Collective
-from gradwire.planner.clock import synchronize
-from gradwire.planner.model import GivenLink, Link, Message, MessageCost, is_between_nodes, is_in_node
+from gradwire.planner.device_sync import synchronize
+from gradwire.planner.step_model import GivenLink, Link, Message, MessageCost, is_between_nodes, is_in_node
 
 SIZES = (1 << 8, 1 << 15, 1 << 19, 1 << 23)  # bytes
 _MIN_PER_BYTE = 1e-13  # seconds: 80 Tb/s

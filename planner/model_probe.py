@@ -17,9 +17,9 @@ from gradwire.hooks._decorators import zero_copy
 from gradwire.hooks._names import parameter_names
 from gradwire.hooks.debugging_hooks import noop_hook
 from gradwire.hooks.telemetry import Mark
-from gradwire.planner.clock import synchronize
+from gradwire.planner.device_sync import synchronize
 from gradwire.planner.jobs import Job, JobError
-from gradwire.planner.model import ModelCost, Overlap
+from gradwire.planner.step_model import ModelCost, Overlap
 from gradwire.reducer import DistributedDataParallel
 from gradwire.reducer.bucket import BucketSpec
 

@@ -25,19 +25,19 @@ class BucketTimes(NamedTuple):
     latency: Sequence[float]  # time until each message arrives, after it has left the link
 
 
-def exchange_ends(ready: Sequence[float], buckets: Sequence[BucketTimes], in_flight: int | None = None) -> list[float]:
+def exchange_ends(ready: Sequence[float], buckets: Sequence[BucketTimes], in_flight: int) -> list[float]:
     """The end time of each bucket's exchange, if only the order of the parts delays it; see also `busy_until`.
 
     Args:
         ready: launch time of each bucket, not decreasing.
         buckets: durations of each bucket.
-        in_flight: number of buckets in flight; None for all.
+        in_flight: largest number of buckets in flight.
     """
     ends: list[float] = []
     started = finished = 0.0
     free = [0.0, 0.0]  # times at which the links of first and of later messages are free
     for b, (at, bucket) in enumerate(zip(ready, buckets, strict=True)):
-        slot = ends[b - in_flight] if in_flight is not None and b >= in_flight else 0.0
+        slot = ends[b - in_flight] if b >= in_flight else 0.0
         started = now = max(at, started, slot) + bucket.compute[0]
         for i, (busy, latency, seconds) in enumerate(zip(bucket.busy, bucket.latency, bucket.compute[1:], strict=True)):
             free[i > 0] = max(now, free[i > 0]) + busy

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gradwire.planner.hook_registry import FIRST_COMPRESSED, HOOKS, MARK, is_aggressive
+from gradwire.planner.accuracy import MARK, is_aggressive
+from gradwire.planner.hook_registry import CAST, DEFAULT_CAP_MB, HOOKS, PLAIN, bucket_cap_mb
 from gradwire.planner.link_probe import bytes_out_of_node
-from gradwire.planner.model import HookCost, Link, ModelCost, break_even, step_seconds, with_larger_buckets
-from gradwire.planner.probe import CAST, PLAIN, Measurement
+from gradwire.planner.measurement import Measurement
+from gradwire.planner.step_model import HookCost, Link, ModelCost, break_even, step_seconds, with_larger_buckets
 
 WORTHWHILE = 1.05  # smallest speed-up for which a hook, or larger buckets, are recommended
-DEFAULT_CAP_MB = 25  # of DistributedDataParallel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +89,7 @@ def larger_buckets(model: ModelCost, hook: HookCost, plain: HookCost, link: Link
     """
     if HOOKS[hook.name].by_bucket:
         return None
-    registered = HOOKS[hook.name].make(None, FIRST_COMPRESSED)
-    preferred = getattr(registered and registered[0], "preferred_bucket_cap_mb", None) or DEFAULT_CAP_MB
+    preferred = bucket_cap_mb(hook.name)
     factor = max(1, preferred // DEFAULT_CAP_MB)
     best, least = None, step_seconds(*with_larger_buckets(model, hook, factor), link)
     while factor < len(hook.buckets):

@@ -30,9 +30,8 @@ from gradwire.bench.tables import (
     median_of,
     pivot,
 )
-from gradwire.planner.hook_registry import COMPARABLE, HOOKS, display_name
-from gradwire.planner.probe import PLAIN
-from gradwire.planner.probe import measure as measure_job
+from gradwire.planner.hook_registry import COMPARABLE, HOOKS, PLAIN, display_name
+from gradwire.planner.measurement import measure as measure_job
 from gradwire.planner.recommend import Advice, advise
 from tools.links import STEPS_IN_A_ROW, Training, measure_on_links, time_in_rows
 

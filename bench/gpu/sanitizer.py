@@ -21,7 +21,7 @@ import torch
 from gradwire.bench.gpu.case import LaneCase, Skipped
 from gradwire.bench.gpu.kernel_checks import KERNEL_CHECKS
 from gradwire.bench.launch import exit_with_launcher
-from gradwire.planner.clock import synchronize
+from gradwire.planner.device_sync import synchronize
 
 TOOLS = ("memcheck", "racecheck")
 SANITIZED = (

@@ -19,7 +19,7 @@ import torch
 
 from gradwire import kernels
 from gradwire.bench.emulated import emulated_link
-from gradwire.bench.hook_step import BUCKET_MIB, HookStep
+from gradwire.bench.hook_step import HookStep
 from gradwire.bench.implementations import (
     GRADWIRE,
     PYTORCH,
@@ -46,7 +46,7 @@ from gradwire.comm.torch_internals import default_group
 from gradwire.hooks._plans import WARM_UP_STEPS
 from gradwire.hooks.powerSGD_hook import powerSGD_hook
 from gradwire.hooks.quantization_hooks import quantization_hook
-from gradwire.planner.hook_registry import FIRST_COMPRESSED, HOOKS
+from gradwire.planner.hook_registry import FIRST_COMPRESSED, HOOKS, bucket_cap_mb
 
 Row = dict[str, Any]
 
@@ -152,9 +152,7 @@ def _quantized_bytes(numel: int, format: kernels.WireFormat) -> float:
 
 def _buckets(hook: str, model: str, device: torch.device) -> list[list[Shape]]:
     """The model's buckets, of the size that gradwire's DDP uses for the hook; PyTorch's hook gets the same."""
-    registration = HOOKS[hook].make(default_group(), FIRST_COMPRESSED)
-    state = None if registration is None else registration[0]
-    return buckets_of(model, getattr(state, "preferred_bucket_cap_mb", None) or BUCKET_MIB, device)
+    return buckets_of(model, bucket_cap_mb(hook), device)
 
 
 def _warm(step: HookStep) -> HookStep:

@@ -16,15 +16,11 @@ from gradwire.bench.converge import target_of, to_target
 from gradwire.bench.implementations import GRADWIRE
 from gradwire.bench.record import Metric, load
 from gradwire.cli.advice_report import print_advice, to_json
-from gradwire.planner.hook_registry import (
-    HOOKS,
-    LOSS_GAPS,
-    STEPS_TO_TARGET,
-    TOLERATED_GAP,
-    TOLERATED_STEPS,
-    is_aggressive,
-)
-from gradwire.planner.model import (
+from gradwire.planner.accuracy import LOSS_GAPS, STEPS_TO_TARGET, TOLERATED_GAP, TOLERATED_STEPS, is_aggressive
+from gradwire.planner.hook_registry import DEFAULT_CAP_MB, HOOKS
+from gradwire.planner.measurement import Measurement
+from gradwire.planner.recommend import WORTHWHILE, advise, larger_buckets
+from gradwire.planner.step_model import (
     BETWEEN_NODES,
     IN_NODE,
     BucketCost,
@@ -35,8 +31,6 @@ from gradwire.planner.model import (
     ModelCost,
     Overlap,
 )
-from gradwire.planner.probe import Measurement
-from gradwire.planner.recommend import DEFAULT_CAP_MB, WORTHWHILE, advise, larger_buckets
 
 KIND = "all-reduce float32"
 

@@ -10,9 +10,9 @@ from torch import nn
 from gradwire.bench.models import JOBS
 from gradwire.hooks import _handshake
 from gradwire.planner.jobs import Job, JobError, check, load
-from gradwire.planner.model import GivenLink
+from gradwire.planner.measurement import measure
 from gradwire.planner.model_probe import measure_optimizer
-from gradwire.planner.probe import measure
+from gradwire.planner.step_model import GivenLink
 
 CPU = torch.device("cpu")
 MODULE = """

@@ -8,7 +8,7 @@ import torch
 from gradwire.planner import link_probe
 from gradwire.planner.hook_probe import EqualRanks, message_of
 from gradwire.planner.link_probe import bytes_out_of_node, ideal_link, measure_link, message_maker
-from gradwire.planner.model import BETWEEN_NODES, IN_NODE, GivenLink, Message
+from gradwire.planner.step_model import BETWEEN_NODES, IN_NODE, GivenLink, Message
 
 CPU = torch.device("cpu")
 KINDS = ("all-reduce float32", "all-reduce bfloat16", "all-to-all", "all-gather")

@@ -5,8 +5,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.planner import model_probe
-from gradwire.planner.model import Overlap
 from gradwire.planner.model_probe import STEPS, ScriptProbe
+from gradwire.planner.step_model import Overlap
 from tests.support.training import SMALLEST
 
 

@@ -25,14 +25,14 @@ def exchanges(draw):
 @pytest.mark.parametrize(
     ("ready", "buckets", "in_flight", "ends"),
     [
-        ([5], [BucketTimes((1, 2, 3), (10, 20), (100, 200))], None, [5 + 1 + 110 + 2 + 220 + 3]),
-        ([7], [BucketTimes((4,), (), ())], None, [11]),  # an algorithm that sends nothing
-        ([0, 0], [SMALL] * 2, None, [16, 26]),  # the second message waits for the link from 4 to 12
+        ([5], [BucketTimes((1, 2, 3), (10, 20), (100, 200))], 9, [5 + 1 + 110 + 2 + 220 + 3]),
+        ([7], [BucketTimes((4,), (), ())], 9, [11]),  # an algorithm that sends nothing
+        ([0, 0], [SMALL] * 2, 9, [16, 26]),  # the second message waits for the link from 4 to 12
         ([0, 0], [SMALL] * 2, 1, [16, 32]),  # the second bucket waits for the end of the first
         ([0, 0, 0], [SMALL] * 3, 2, [16, 26, 36]),
-        ([0, 100], [SMALL] * 2, None, [16, 116]),  # nothing to wait for
-        ([0, 0], [SLOW] * 2, None, [33, 63]),  # last parts run one after another
-        ([0, 0], [TWO_MESSAGES] * 2, None, [23, 35]),  # first messages do not wait for second ones
+        ([0, 100], [SMALL] * 2, 9, [16, 116]),  # nothing to wait for
+        ([0, 0], [SLOW] * 2, 9, [33, 63]),  # last parts run one after another
+        ([0, 0], [TWO_MESSAGES] * 2, 9, [23, 35]),  # first messages do not wait for second ones
     ],
 )
 def test_ends_of_exchanges_worked_out_by_hand(ready, buckets, in_flight, ends):
@@ -57,8 +57,8 @@ def test_time_until_which_link_or_worker_are_busy_worked_out_by_hand(ready, buck
 @given(exchanges())
 def test_ends_follow_bucket_order_and_no_bucket_is_faster_than_alone(case):
     ready, buckets = case
-    ends = exchange_ends(ready, buckets)
+    ends = exchange_ends(ready, buckets, 9)
     assert ends == sorted(ends)
     for at, bucket, end in zip(ready, buckets, ends, strict=True):
-        (alone,) = exchange_ends([at], [bucket])
+        (alone,) = exchange_ends([at], [bucket], 9)
         assert alone == at + sum(bucket.compute) + sum(bucket.busy) + sum(bucket.latency) <= end

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gradwire.cli import run_advise
 from gradwire.hooks.default_hooks import fp16_compress_hook
-from gradwire.planner import link_probe, probe
+from gradwire.planner import link_probe, measurement
 from gradwire.planner.hook_registry import HOOKS
 from gradwire.planner.jobs import JobError
 from gradwire.planner.model_probe import STEPS, ScriptProbe
@@ -27,7 +27,7 @@ def advice_of(ddp_probe):
     with ExitStack() as stack:
         stack.enter_context(mock.patch.multiple(run_advise, **few))
         stack.enter_context(mock.patch.multiple(link_probe, SIZES=(1 << 8, 1 << 12)))
-        stack.enter_context(mock.patch.multiple(probe, HOOK_BUDGET=0.0))
+        stack.enter_context(mock.patch.multiple(measurement, HOOK_BUDGET=0.0))
         stack.enter_context(
             mock.patch("rich.console.Console.print", lambda _, *text, **__: printed.append(" ".join(map(str, text))))
         )

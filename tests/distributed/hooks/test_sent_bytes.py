@@ -18,7 +18,7 @@ from gradwire.hooks.default_hooks import allreduce_hook, bf16_compress_hook, fp1
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
 from gradwire.kernels import HEADER_BYTES
-from gradwire.planner import link_probe, probe
+from gradwire.planner import link_probe, measurement
 from gradwire.planner.hook_registry import HOOKS
 from gradwire.planner.jobs import Job
 from gradwire.planner.recommend import advise
@@ -51,8 +51,8 @@ def test_printed_code_sends_the_predicted_bytes_and_all_counts_agree():
     task = tasks.Digits()
     names = [name for name in HOOKS if name not in ("none", "noop")]
     small = {"SIZES": (1 << 8, 1 << 12)}, {"MODEL_BUDGET": 0.0, "HOOK_BUDGET": 0.0}
-    with mock.patch.multiple(link_probe, **small[0]), mock.patch.multiple(probe, **small[1]):
-        measured = probe.measure(lambda device: Job(task.make_model(), loss), names, CPU)
+    with mock.patch.multiple(link_probe, **small[0]), mock.patch.multiple(measurement, **small[1]):
+        measured = measurement.measure(lambda device: Job(task.make_model(), loss), names, CPU)
     advice = advise(measured)
     predicted = {each.hook: each.payload_bytes for each in advice.predictions}
     numbers = {}

@@ -19,14 +19,14 @@ from gradwire.comm.nodes import ranks_per_node
 from gradwire.comm.torch_internals import default_group
 from gradwire.planner import jobs
 from gradwire.planner.hook_probe import EqualRanks, HookProbe
+from gradwire.planner.hook_registry import CAST, PLAIN
 from gradwire.planner.jobs import Build, JobError
 from gradwire.planner.link_probe import MessageTime, ideal_link, measure_link, overhead_per_message
-from gradwire.planner.model import GivenLink, HookCost, Link, ModelCost, Overlap
 from gradwire.planner.model_probe import Buckets, measure_model, measure_optimizer
+from gradwire.planner.step_model import GivenLink, HookCost, Link, ModelCost, Overlap
 
 T = TypeVar("T")
 
-PLAIN, CAST = "none", "bf16"  # baselines of every hook
 MODEL_BUDGET = 1.5  # seconds for steps of the model
 HOOK_BUDGET = 0.25  # seconds for steps of each hook
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradwire.planner.model import (
+from gradwire.planner.step_model import (
     BucketCost,
     HookCost,
     Link,
