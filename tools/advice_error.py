@@ -13,9 +13,12 @@ from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from gradwire.bench import launch
+from gradwire.bench.implementations import wrap
 from gradwire.bench.models import JOBS
-from gradwire.bench.namespaces import Rate, limit
+from gradwire.bench.namespaces import Rate, limit, places_of
 from gradwire.bench.record import Measured, Metric, Record, percentiles_ms, records_of, unique
 from gradwire.bench.tables import (
     Cell,
@@ -30,10 +33,11 @@ from gradwire.bench.tables import (
     median_of,
     pivot,
 )
-from gradwire.planner.hook_registry import COMPARABLE, HOOKS, PLAIN, display_name
+from gradwire.bench.timing import slowest, turns
+from gradwire.planner.hook_registry import COMPARABLE, HOOKS, PLAIN, Make, display_name
+from gradwire.planner.jobs import Job
 from gradwire.planner.measurement import measure as measure_job
 from gradwire.planner.recommend import Advice, advise
-from tools.links import STEPS_IN_A_ROW, Training, measure_on_links, time_in_rows
 
 DEFAULT_MODELS = ("linear", "transformer", "densenet", "tiny-layers")
 DEFAULT_RATES = ("100mbit", "1gbit", "unlimited")
@@ -42,21 +46,54 @@ PREDICTED, MEASURED = "predicted", "measured"
 SPEED_UP = "speed-up"  # speed-up of the recommended hook over no hook
 ADVICE_S = "time of the measurement (s)"
 TOLERANCE = 20  # percent
+HOSTS = 2
+STEPS_IN_A_ROW = 5
 _WARM_UP = 5
 
 
+class JobTraining:
+    """A job's model in gradwire's DDP, with a hook; ``make`` returns its registration."""
+
+    def __init__(self, job: Job, make: Make) -> None:
+        self.seconds: list[float] = []
+        self._loss = job.loss
+        self._ddp, _ = wrap(job.model, make)
+
+    def step(self) -> float:
+        """Seconds of a forward and a backward, until every gradient is final; all ranks begin together."""
+        self._ddp.zero_grad(set_to_none=True)
+        dist.barrier()
+        start = time.perf_counter()
+        self._loss(self._ddp).backward()
+        return time.perf_counter() - start
+
+
+def time_in_rows(trainings: Mapping[str, JobTraining], rounds: int, title: str) -> dict[str, list[float]]:
+    """Seconds of steps on the slowest rank: in each round, `STEPS_IN_A_ROW` of each training. A collective call."""
+    for training in trainings.values():
+        training.seconds = []
+    for _, training in turns(range(rounds), list(trainings.values()), title):
+        training.step()  # warms the caches
+        training.seconds += [training.step() for _ in range(STEPS_IN_A_ROW)]
+    return {name: slowest(training.seconds) for name, training in trainings.items()}
+
+
 def measure(
-    models: Sequence[str], rates: Sequence[Rate], hooks: Sequence[str], rounds: int, delay_ms: float, hosts: int = 2
+    models: Sequence[str], rates: Sequence[Rate], hooks: Sequence[str], rounds: int, delay_ms: float
 ) -> Measured:
     """Predicted and measured step times of each hook, at each rate of the link."""
-    return measure_on_links(__name__, models, rates, hosts, {"hooks": list(hooks), "rounds": rounds}, delay_ms)
+    settings: dict[str, Any] = {"hooks": list(hooks), "rounds": rounds, "rates": [rate.name for rate in rates]}
+    settings |= {"hosts": HOSTS, "delay_ms": delay_ms, "threads": 1}
+    with places_of(HOSTS, rates, delay_ms=delay_ms) as places:
+        records = [r for model in models for r in launch.run(__name__, settings | {"model": model}, places)]
+    return Measured(settings | {"models": list(models)}, records)
 
 
 def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
     """A rank of a host: predict, then measure, at each rate."""
     model, records = settings["model"], []
     build = JOBS[model]
-    trainings = {hook: Training(build(device), HOOKS[hook].make) for hook in unique((PLAIN, *settings["hooks"]))}
+    trainings = {hook: JobTraining(build(device), HOOKS[hook].make) for hook in unique((PLAIN, *settings["hooks"]))}
     for _ in range(_WARM_UP):  # on an unlimited link
         for training in trainings.values():
             training.step()

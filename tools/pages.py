@@ -17,7 +17,7 @@ from gradwire.bench.plots import DRAWINGS
 from gradwire.bench.record import Record, RecordError, load, replacing, unique
 from gradwire.bench.tables import Table, machine_line
 from gradwire.cli.bench import TABLES as BENCH_TABLES
-from tools import advice_error, gpu, page_tables, rounding, sharded_losses, soak
+from tools import advice_error, choice_tables, gpu_records, rounding, sharded_losses, soak
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -47,10 +47,10 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[..., list[Table]]]] = {
     "formats": (("rounding",), lambda records: [rounding.formats_table(records)]),
     "sharded_losses": (("sharded_losses",), sharded_losses.tables),
     "advise": (("advise",), advice_error.tables),
-    "choice": (("network", "converge_text"), page_tables.hooks),
-    "wires": (("converge_text", "rounding"), page_tables.wire_formats),
+    "choice": (("network", "converge_text"), choice_tables.hooks),
+    "wires": (("converge_text", "rounding"), choice_tables.wire_formats),
     "soak": (("soak",), soak.tables),
-    "gpu": (("gpu",), gpu.tables),
+    "gpu": (("gpu",), gpu_records.tables),
 }
 
 

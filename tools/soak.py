@@ -78,7 +78,7 @@ def readings() -> dict[str, float]:
     }
 
 
-class Training:
+class SoakTraining:
     """A model in a new wrapper on a new process group, with a hook, and its optimizer."""
 
     def __init__(self, hook: str, weights: Mapping[str, Tensor] | None) -> None:
@@ -143,7 +143,7 @@ def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
     steps, ranks, counts = settings["steps"], dist.get_world_size(), dict.fromkeys(COUNTS, 0)
     seen: list[dict[str, float]] = []
     folder = Path(settings["path"]).parent / "checkpoint"
-    training, step = Training(NAMES[0], None), 0
+    training, step = SoakTraining(NAMES[0], None), 0
     with Progress(disable=dist.get_rank() > 0) as progress:
         task = progress.add_task("soak", total=steps)
         while step < steps:
@@ -164,7 +164,7 @@ def main(settings: dict[str, Any], device: torch.device) -> list[Record]:
                     shutil.rmtree(folder)
                 counts["checkpoints"] += 1
             if step % STEPS_PER_WRAPPER == 0:
-                training = Training(NAMES[step // STEPS_PER_WRAPPER % len(NAMES)], training.end())
+                training = SoakTraining(NAMES[step // STEPS_PER_WRAPPER % len(NAMES)], training.end())
                 counts["wrappers"] += 1
             if step % STEPS_PER_READING == 0:
                 seen.append(_largest(readings()))

@@ -20,7 +20,7 @@ for tool in sys.argv[1:]:
 
 
 def test_tools_start_in_a_checkout():
-    tools = ["compare", "gpu", "mutants", "pages", "validate"]
+    tools = ["gpu_records", "mutants", "pages", "regressions", "validate"]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
     command = [sys.executable, "-c", "import torch, gradwire.cli" + START_EACH, *tools]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT, env=environment, check=False)

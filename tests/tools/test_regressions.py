@@ -1,4 +1,4 @@
-"""`tools.compare`: the criterion for slower, and a kernel that is slowed down on purpose."""
+"""`tools.regressions`: the criterion for slower, and a kernel that is slowed down on purpose."""
 
 import itertools
 from dataclasses import replace
@@ -8,8 +8,8 @@ from typer.testing import CliRunner
 
 from gradwire.bench.implementations import GRADWIRE, GRADWIRE_ON_PYTORCH, PYTORCH
 from gradwire.bench.record import Metric, RecordError, records_of, save
-from tools import compare as compare_tool
-from tools.compare import MIN_BAND, UNREPEATED_BAND, compare, load_ratios, ratios
+from tools import regressions
+from tools.regressions import MIN_BAND, UNREPEATED_BAND, compare, load_ratios, ratios
 
 
 def verdicts(before, after):
@@ -73,10 +73,10 @@ def test_missing_result_fails_comparison(tmp_path):
         cases = itertools.product(models, (PYTORCH, GRADWIRE))
         save([record({"model": m, "hook": "none"}, by, 1.0, Metric.BACKWARD_MS, "reducer") for m, by in cases], path)
     arguments = ["--before", str(paths[0]), "--after", str(paths[1])]
-    done = CliRunner().invoke(compare_tool.app, arguments)
+    done = CliRunner().invoke(regressions.app, arguments)
     assert done.exit_code == 1
     assert "Missing after: reducer, model densenet, hook none, ranks 1: gradwire to PyTorch" in done.output
-    assert CliRunner().invoke(compare_tool.app, [*arguments[:2], "--after", str(paths[0])]).exit_code == 0
+    assert CliRunner().invoke(regressions.app, [*arguments[:2], "--after", str(paths[0])]).exit_code == 0
 
 
 def test_files_of_other_kinds_are_refused(tmp_path):
@@ -85,8 +85,8 @@ def test_files_of_other_kinds_are_refused(tmp_path):
         other.write_text(text)
         with pytest.raises(RecordError, match=r"other\.jsonl is not a file that"):
             load_ratios(other)
-    done = CliRunner().invoke(compare_tool.app, ["--before", str(other), "--after", str(other)])
+    done = CliRunner().invoke(regressions.app, ["--before", str(other), "--after", str(other)])
     assert done.exit_code == 1
     save([record({}, "copy_", 1.0, metric="nothing to compare")], other)
-    done = CliRunner().invoke(compare_tool.app, ["--before", str(other), "--after", str(other)])
+    done = CliRunner().invoke(regressions.app, ["--before", str(other), "--after", str(other)])
     assert done.exit_code == 1 and "no measurement in common" in done.output

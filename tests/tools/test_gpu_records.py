@@ -1,11 +1,11 @@
-"""The table of a GPU's times: `tools.gpu`."""
+"""The table of a GPU's times: `tools.gpu_records`."""
 
 import json
 
 import pytest
 
 from gradwire.bench.record import load
-from tools import gpu
+from tools import gpu_records
 
 
 def times(ms):
@@ -46,9 +46,9 @@ def lane(tmp_path, facts):
 
 
 def test_table_shows_the_fastest_other_implementation(lane, tmp_path):
-    gpu.main(lane, tmp_path / "gpu.jsonl")
+    gpu_records.main(lane, tmp_path / "gpu.jsonl")
     records = load(tmp_path / "gpu.jsonl")
-    kernels, hooks, links = gpu.tables(records)
+    kernels, hooks, links = gpu_records.tables(records)
     assert kernels.rows == [["flatten", "20", "15", "2.00x", "40*", "cat", "", "1, 2"]]
     assert hooks.rows == [
         ["fp16, a model", "2,000", "1,500", "2.00x", "3,000", "PyTorch", "1.5x", "26, 39", "4,000", "1,000"],

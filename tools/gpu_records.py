@@ -1,4 +1,4 @@
-"""``python -m tools.gpu LANE --output FILE``: the times that `make gpu` has measured, as records of a bench.
+"""``python -m tools.gpu_records LANE --output FILE``: the times that `make gpu` has measured, as records of a bench.
 
 LANE is the file of JSON lines that the GPU lane writes, build/gpu_lane.jsonl; the cases of its stage *bench* are kept.
 """
@@ -16,7 +16,7 @@ from gradwire.bench.implementations import GRADWIRE, PYTORCH
 from gradwire.bench.record import Measured, Metric, Record, records_of, save
 from gradwire.bench.tables import Table, groups_of, median_of
 
-COMMAND = "python -m tools.gpu build/gpu_lane.jsonl --output bench/results/gpu.jsonl"
+COMMAND = "python -m tools.gpu_records build/gpu_lane.jsonl --output bench/results/gpu.jsonl"
 COPY = "copy_"
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

@@ -1,4 +1,4 @@
-"""``python -m tools.compare`` finds regressions between two states of the code, from the results of benches.
+"""``python -m tools.regressions`` finds regressions between two states of the code, from the results of benches.
 
 Absolute times of two runs are not comparable: a machine's speed varies from hour to hour. In every
 bench, gradwire and PyTorch take turns; this module compares the ratios of their times. Repeated
@@ -176,11 +176,11 @@ def main(
     try:
         states = [[load_ratios(path) for path in paths] for paths in (before, after)]
     except RecordError as error:
-        typer.echo(f"tools.compare: {error}.", err=True)
+        typer.echo(f"tools.regressions: {error}.", err=True)
         raise typer.Exit(1) from None
     changes, lost = compare(*states), missing(*states)
     if not changes:
-        typer.echo("tools.compare: the files have no measurement in common.", err=True)
+        typer.echo("tools.regressions: the files have no measurement in common.", err=True)
         raise typer.Exit(1)
     print_tables([table(changes)])
     slower = [change for change in changes if change.verdict == "slower"]
