@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-pytest.register_assert_rewrite(*(f"tests.kernels.{name}" for name in ("exact", "cases", "matrix_cases")))
+pytest.register_assert_rewrite(*(f"tests.kernels.support.{name}" for name in ("exact", "cases", "matrix_cases")))
 
 from gradwire.kernels.dispatch import is_interpreted  # noqa: E402
 
@@ -16,7 +16,7 @@ INTERPRETED = is_interpreted()
 collect_ignore_glob = [] if find_spec("hypothesis") and find_spec("numpy") else ["*"]
 
 if INTERPRETED:
-    from tests.kernels import bounds, interpreter_repair
+    from tests.kernels.support import bounds, interpreter_repair
 
     interpreter_repair.install()
     bounds.install()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gradwire.kernels import bound_update_scale
-from tests.kernels.ahead_of_time import (
+from tests.kernels.support.ahead_of_time import (
     BF16,
     FP16,
     FP32,
@@ -20,8 +20,8 @@ from tests.kernels.ahead_of_time import (
     launches_and_targets,
     recorded,
 )
-from tests.kernels.calls import flatten, unflatten
-from tests.kernels.cases import REALS, name
+from tests.kernels.support.calls import flatten, unflatten
+from tests.kernels.support.cases import REALS, name
 
 # The largest number of registers that a thread may take (on gfx942: of vector registers). 64 lets four programs of
 # 8 warps share a multiprocessor, 80 three, 128 two. No kernel may spill, and full aligned chunks must move through

@@ -18,7 +18,7 @@ from gradwire.kernels import (
 )
 from gradwire.kernels.layouts import next_power_of_2
 from gradwire.kernels.orthogonalize_triton import longest_small
-from tests.kernels.ahead_of_time import (
+from tests.kernels.support.ahead_of_time import (
     BF16,
     FP16,
     FP32,
@@ -28,8 +28,8 @@ from tests.kernels.ahead_of_time import (
     intermediate,
     recorded_launches,
 )
-from tests.kernels.calls import backproject, orthogonalize, project, reconstruct
-from tests.kernels.cases import name
+from tests.kernels.support.calls import backproject, orthogonalize, project, reconstruct
+from tests.kernels.support.cases import name
 
 # The largest number of registers a thread may take, by the rank that a kernel is compiled for: 255 is all there is,
 # and 128 for the 16 warps of Gram-Schmidt.

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gradwire.kernels import WIRE_FORMATS, BlockTable, MessageLayout, Rounding
-from tests.kernels.ahead_of_time import (
+from tests.kernels.support.ahead_of_time import (
     BF16,
     FP16,
     FP32,
@@ -20,8 +20,8 @@ from tests.kernels.ahead_of_time import (
     recorded_launches,
     variant,
 )
-from tests.kernels.calls import commit_errors, dequantize, quantize, reduce_quantized, sum_quantized
-from tests.kernels.cases import name
+from tests.kernels.support.calls import commit_errors, dequantize, quantize, reduce_quantized, sum_quantized
+from tests.kernels.support.cases import name
 
 # The largest number of registers that a thread may take (on gfx942: of vector registers): 64 lets four programs of 8
 # warps share a multiprocessor, 80 three, 128 two. Stochastic fp8 takes the most. The comments are the largest numbers

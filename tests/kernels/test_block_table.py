@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire.kernels import HEADER_BYTES, WIRE_FORMATS, BlockTable, MessageLayout
-from tests.kernels.cases import PROPERTY
+from tests.kernels.support.cases import PROPERTY
 
 
 def empties(shapes, dtype=torch.float32):

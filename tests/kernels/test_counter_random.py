@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from gradwire.kernels import random_key, uniform
 from gradwire.kernels.common_triton import uniform_triton
 from gradwire.kernels.dispatch import use_triton
-from tests.kernels.cases import PROPERTY
-from tests.kernels.exact import assert_same_bits
-from tests.kernels.random_oracle import at, splitmix64, uniform_oracle
+from tests.kernels.support.cases import PROPERTY
+from tests.kernels.support.exact import assert_same_bits
+from tests.kernels.support.random_oracle import at, splitmix64, uniform_oracle
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 EXTREMES = (0, 1, -1, 2**31, -(2**31) - 1, 2**63 - 1, -(2**63))

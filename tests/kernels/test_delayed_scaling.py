@@ -8,8 +8,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gradwire.kernels.delayed_scaling import BLIND_EXPONENT, MAX_EXPONENT, bound_update_scale, update_scale_reference
-from tests.kernels.cases import INTERPRETED, PROPERTY
-from tests.kernels.exact import Guarded, assert_same_bits
+from tests.kernels.support.cases import INTERPRETED, PROPERTY
+from tests.kernels.support.exact import Guarded, assert_same_bits
 
 INF, NAN = float("inf"), float("nan")
 OPTIONS = {"top": 14, "margin": 4, "growth": 1, "backoff": 2, "inverse_world": 0.5}

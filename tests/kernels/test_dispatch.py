@@ -11,8 +11,8 @@ from gradwire.kernels import lowrank_triton
 from gradwire.kernels.dispatch import has_tf32, is_interpreted, use_triton
 from gradwire.kernels.lowrank_triton import dot_precision
 from gradwire.kernels.matrix_table import Matrix, MatrixTable
-from tests.kernels.calls import flatten
-from tests.kernels.cases import INTERPRETED
+from tests.kernels.support.calls import flatten
+from tests.kernels.support.cases import INTERPRETED
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 

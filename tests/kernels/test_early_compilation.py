@@ -12,8 +12,8 @@ import torch.distributed as dist
 from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradwire.kernels.launch import Kernel
-from tests.kernels.ahead_of_time import kernel_modules
-from tests.kernels.empty_driver import empty_gpu
+from tests.kernels.support.ahead_of_time import kernel_modules
+from tests.kernels.support.empty_driver import empty_gpu
 from tests.support.training import SMALLEST, WRAPPERS, build, own_batches, register
 
 pytest.importorskip("triton")

@@ -6,8 +6,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gradwire.kernels import SegmentTable, flatten_reference, segment_table
-from tests.kernels.calls import flatten
-from tests.kernels.cases import (
+from tests.kernels.support.calls import flatten
+from tests.kernels.support.cases import (
     LIMITS,
     PROPERTY,
     SCALE_SHAPES,
@@ -21,7 +21,7 @@ from tests.kernels.cases import (
     on_the_cpu_path,
     scale_of_shape,
 )
-from tests.kernels.exact import Guarded, as_float64, assert_same_bits, flatten_oracle
+from tests.kernels.support.exact import Guarded, as_float64, assert_same_bits, flatten_oracle
 
 INF, NAN = float("inf"), float("nan")
 

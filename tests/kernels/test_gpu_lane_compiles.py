@@ -17,7 +17,7 @@ from gradwire.bench.gpu.case import Skipped
 from gradwire.bench.implementations import GRADWIRE
 from gradwire.bench.kernel_cases import CASES
 from gradwire.bench.shapes import rotation
-from tests.kernels.ahead_of_time import intermediate, recorded_launches, variant
+from tests.kernels.support.ahead_of_time import intermediate, recorded_launches, variant
 
 TARGET = "sm_90"
 CHECKS = ("same", "within", "require", "assert_same", "assert_equal_on_all_ranks")

@@ -17,7 +17,7 @@ from gradwire.bench.shapes import buckets, gpt2
 from gradwire.compress import (
     Quantization,
 )
-from tests.kernels.empty_driver import empty_gpu
+from tests.kernels.support.empty_driver import empty_gpu
 from tests.kernels.test_variants import cast, powersgd, quantized
 
 FOLDERS = tuple(str(Path(path).resolve()) for path in gradwire.__path__)

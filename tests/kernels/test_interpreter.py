@@ -6,8 +6,8 @@ import torch
 
 from gradwire.kernels.flatten_triton import NUM_WARPS, _flatten_kernel
 from gradwire.kernels.segment_table import CHUNK_NUMEL
-from tests.kernels.cases import INTERPRETED, name
-from tests.kernels.exact import Guarded, as_float64, assert_same_bits, round_to
+from tests.kernels.support.cases import INTERPRETED, name
+from tests.kernels.support.exact import Guarded, as_float64, assert_same_bits, round_to
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")

@@ -7,7 +7,7 @@ import torch
 
 from gradwire.kernels import Recording, SegmentTable
 from gradwire.kernels.launch import bound, is_recording, needs_repetition
-from tests.kernels.empty_driver import empty_gpu
+from tests.kernels.support.empty_driver import empty_gpu
 
 
 def launcher_of_this_triton(calls, **sizes):

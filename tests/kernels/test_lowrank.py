@@ -24,10 +24,10 @@ from gradwire.kernels import (
     reconstruct_reference,
 )
 from gradwire.kernels.matrix_table import Tiling
-from tests.kernels.calls import backproject, flatten, project, reconstruct, renew, unflatten
-from tests.kernels.cases import INTERPRETED, PROPERTY, name
-from tests.kernels.exact import assert_same_bits, round_to
-from tests.kernels.matrix_cases import (
+from tests.kernels.support.calls import backproject, flatten, project, reconstruct, renew, unflatten
+from tests.kernels.support.cases import INTERPRETED, PROPERTY, name
+from tests.kernels.support.exact import assert_same_bits, round_to
+from tests.kernels.support.matrix_cases import (
     FACTOR_WIRES,
     FP32_OR_SLOW,
     GRADIENTS,

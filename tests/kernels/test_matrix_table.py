@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire.kernels import Matrix, MatrixTable, matrix_table
-from tests.kernels.cases import PROPERTY
-from tests.kernels.matrix_cases import places
+from tests.kernels.support.cases import PROPERTY
+from tests.kernels.support.matrix_cases import places
 
 CPU = torch.device("cpu")
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from gradwire.kernels import FactorLayout, orthogonalize_reference, orthogonalize_triton
 from gradwire.kernels.orthogonalize import ONE_ROUND_ERROR, orthogonalize_cpu
-from tests.kernels.calls import orthogonalize
-from tests.kernels.cases import INTERPRETED, PROPERTY, name
-from tests.kernels.exact import Guarded, assert_same_bits
-from tests.kernels.matrix_cases import FACTOR_WIRES, assert_gaps_untouched, numbers, packed, unit
+from tests.kernels.support.calls import orthogonalize
+from tests.kernels.support.cases import INTERPRETED, PROPERTY, name
+from tests.kernels.support.exact import Guarded, assert_same_bits
+from tests.kernels.support.matrix_cases import FACTOR_WIRES, assert_gaps_untouched, numbers, packed, unit
 
 INF, NAN = float("inf"), float("nan")
 OUTS = (torch.float32, torch.float64)

@@ -25,7 +25,7 @@ from gradwire.kernels import (
     Uncompressed,
     bound_update_scale,
 )
-from tests.kernels.calls import (
+from tests.kernels.support.calls import (
     backproject,
     commit_errors,
     dequantize,
@@ -39,8 +39,8 @@ from tests.kernels.calls import (
     sum_quantized,
     unflatten,
 )
-from tests.kernels.cases import INTERPRETED
-from tests.kernels.exact import assert_same_bits
+from tests.kernels.support.cases import INTERPRETED
+from tests.kernels.support.exact import assert_same_bits
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1, set before Triton is imported")
 

@@ -24,9 +24,9 @@ from gradwire.kernels import (
 )
 from gradwire.kernels import block_table as block_table_module
 from gradwire.kernels.wire_formats import Floats, Integers, OddIntegers
-from tests.kernels.calls import commit_errors, dequantize, quantize, reduce_quantized, sum_quantized
-from tests.kernels.cases import INTERPRETED, PROPERTY, Layout, layouts, name, values
-from tests.kernels.exact import Guarded, assert_same_bits
+from tests.kernels.support.calls import commit_errors, dequantize, quantize, reduce_quantized, sum_quantized
+from tests.kernels.support.cases import INTERPRETED, PROPERTY, Layout, layouts, name, values
+from tests.kernels.support.exact import Guarded, assert_same_bits
 
 FP32, FP16, BF16, FP64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 INTEGER_FORMATS = [name for name, wire in WIRE_FORMATS.items() if wire.kind == "integers"]

@@ -14,7 +14,7 @@ from gradwire.compress import (
 )
 from gradwire.compress import step as step_module
 from gradwire.compress.policy import MatrixShape
-from tests.kernels.exact import assert_same_bits
+from tests.kernels.support.exact import assert_same_bits
 
 
 def test_refresh_uploads_the_addresses_of_the_step():

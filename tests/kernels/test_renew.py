@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire.kernels import FactorLayout, draw, random_key
-from tests.kernels.calls import renew
-from tests.kernels.cases import INTERPRETED, PROPERTY, name
-from tests.kernels.exact import Guarded, assert_same_bits
-from tests.kernels.matrix_cases import (
+from tests.kernels.support.calls import renew
+from tests.kernels.support.cases import INTERPRETED, PROPERTY, name
+from tests.kernels.support.exact import Guarded, assert_same_bits
+from tests.kernels.support.matrix_cases import (
     FACTOR_WIRES,
     assert_gaps_untouched,
     assert_within,
@@ -21,7 +21,7 @@ from tests.kernels.matrix_cases import (
     rounding,
     values,
 )
-from tests.kernels.random_oracle import at, uniform_oracle
+from tests.kernels.support.random_oracle import at, uniform_oracle
 
 INF, NAN = float("inf"), float("nan")
 FOLLOWING = (torch.float32, torch.float64)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from gradwire.kernels import SegmentTable, memory_order
 from gradwire.kernels.layouts import is_dense
 from gradwire.kernels.segment_table import CHUNK_NUMEL
-from tests.kernels.cases import PROPERTY, SOURCES, Layout, cases, name
-from tests.kernels.exact import as_float64
+from tests.kernels.support.cases import PROPERTY, SOURCES, Layout, cases, name
+from tests.kernels.support.exact import as_float64
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64], ids=name)

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire.kernels import SegmentTable, segment_table, unflatten_reference
-from tests.kernels.calls import unflatten
-from tests.kernels.cases import (
+from tests.kernels.support.calls import unflatten
+from tests.kernels.support.cases import (
     PROPERTY,
     SCALE_SHAPES,
     SCALES,
@@ -20,7 +20,7 @@ from tests.kernels.cases import (
     on_the_cpu_path,
     scale_of_shape,
 )
-from tests.kernels.exact import Guarded, as_float64, assert_same_bits, unflatten_oracle
+from tests.kernels.support.exact import Guarded, as_float64, assert_same_bits, unflatten_oracle
 
 INF, NAN = float("inf"), float("nan")
 

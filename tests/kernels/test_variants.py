@@ -27,7 +27,7 @@ from gradwire.compress import (
     quantized_all_reduce,
     scaled_cast_all_reduce,
 )
-from tests.kernels.ahead_of_time import recorded_launches, variant
+from tests.kernels.support.ahead_of_time import recorded_launches, variant
 
 STEPS = range(14, 19)  # a multiple of 16 among them
 CPU = torch.device("cpu")

@@ -18,8 +18,8 @@ from gradwire.kernels.wire_formats import (
     round_to_bf16,
     unpack,
 )
-from tests.kernels.cases import PROPERTY
-from tests.kernels.exact import assert_same_bits
+from tests.kernels.support.cases import PROPERTY
+from tests.kernels.support.exact import assert_same_bits
 
 SCALED = [wire for wire in WIRE_FORMATS.values() if wire.is_scaled]
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import triton
 
-from tests.kernels.ahead_of_time import TARGETS, kernel_modules
+from tests.kernels.support.ahead_of_time import TARGETS, kernel_modules
 
 # Of all drivers: a kernel stays bound to the driver that it was compiled for.
 _launches = []

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from gradwire.kernels.dispatch import is_interpreted
-from tests.kernels.exact import Guarded
+from tests.kernels.support.exact import Guarded
 
 INTERPRETED = is_interpreted()
 REALS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)

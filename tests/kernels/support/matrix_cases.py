@@ -8,9 +8,9 @@ import torch
 from hypothesis import strategies as st
 
 from gradwire.kernels import Matrix, MatrixTable, Operands, OwnFactor, Renewal, lowrank_triton
-from tests.kernels.calls import backproject, project, reconstruct
-from tests.kernels.cases import INTERPRETED
-from tests.kernels.exact import Guarded, assert_same_bits, round_to
+from tests.kernels.support.calls import backproject, project, reconstruct
+from tests.kernels.support.cases import INTERPRETED
+from tests.kernels.support.exact import Guarded, assert_same_bits, round_to
 
 GRADIENTS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # All dtypes for tests that take long in the interpreter: there those other than fp32 run with the slow tests.

@@ -17,7 +17,7 @@ from unittest.mock import patch
 import pytest
 
 from gradwire import kernels
-from tests.kernels.cases import INTERPRETED, REALS
+from tests.kernels.support.cases import INTERPRETED, REALS
 
 if INTERPRETED:
     pytest.skip("kernels decorated under TRITON_INTERPRET cannot be compiled", allow_module_level=True)
