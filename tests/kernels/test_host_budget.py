@@ -14,11 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradwire
 from gradwire.bench.shapes import buckets, gpt2
-from gradwire.compress import (
-    Quantization,
-)
+from gradwire.compress import Quantization
+from tests.kernels.support.algorithm_steps import cast, powersgd, quantized
 from tests.kernels.support.empty_driver import empty_gpu
-from tests.kernels.test_variants import cast, powersgd, quantized
 
 FOLDERS = tuple(str(Path(path).resolve()) for path in gradwire.__path__)
 CREATING = {"empty", "empty_strided", "new_empty", "zeros", "full", "ones", "clone", "_to_copy"}

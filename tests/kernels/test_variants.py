@@ -12,102 +12,15 @@ import pytest
 import torch
 
 from gradwire.bench.shapes import buckets, gpt2
-from gradwire.comm import Workspace
-from gradwire.compress import (
-    BucketScale,
-    DelayedScaling,
-    LowRankBucket,
-    LowRankPolicy,
-    Quantization,
-    QuantizedBucket,
-    Step,
-    WirePolicy,
-    cast_all_reduce,
-    powersgd_all_reduce,
-    quantized_all_reduce,
-    scaled_cast_all_reduce,
-)
+from gradwire.compress import Quantization
 from tests.kernels.support.ahead_of_time import recorded_launches, variant
-
-STEPS = range(14, 19)  # a multiple of 16 among them
-CPU = torch.device("cpu")
-
-
-class OneRank:
-    """A transport whose collectives do nothing, and suspend nothing."""
-
-    world_size, rank, ranks = 1, 0, range(1)
-
-    def pieces(self, nbytes):
-        return 1
-
-    async def all_reduce(self, *tensors):
-        pass
-
-    all_to_all = all_gather = all_reduce
-
-
-TRANSPORT = OneRank()
+from tests.kernels.support.algorithm_steps import STEPS, cast, powersgd, quantized, scaled_cast
 
 
 @pytest.fixture(scope="module")
 def model():
     """The gradients of each bucket at 25 MiB, which no kernel reads."""
     return [[torch.empty(shape) for shape in shapes] for shapes in buckets(gpt2, 25 << 20)]
-
-
-def cast(model, dtype):
-    workspace = Workspace(CPU)
-    each = [Step.of(None, tensors, tensors, 0, TRANSPORT, workspace) for tensors in model]
-    return lambda _: [cast_all_reduce(step, dtype) for step in each]
-
-
-def scaled_cast(model, dtype):
-    workspace, counters, scales = Workspace(CPU), torch.zeros(4, dtype=torch.int64), []
-    each = [Step.of(None, tensors, tensors, 0, TRANSPORT, workspace) for tensors in model]
-    scaling = DelayedScaling(dtype=dtype)
-
-    def step(_):
-        scales.extend(BucketScale(torch.zeros(2, dtype=torch.int32)) for _ in each[len(scales) :])
-        for scale in scales:
-            scale.transport = TRANSPORT
-        return [
-            scaled_cast_all_reduce(one, scaling, scale, counters, one is each[-1])
-            for one, scale in zip(each, scales, strict=True)
-        ]
-
-    return step
-
-
-def powersgd(model, rank, factor_dtype):
-    workspace, policy, low_rank = Workspace(CPU), LowRankPolicy(rank=rank), []
-
-    def bucket(tensors):
-        shapes = policy.matrix_shapes(tensors)
-        return LowRankBucket(tensors, shapes, factor_dtype=factor_dtype, iteration=STEPS[0])
-
-    def step(iteration):
-        low_rank.extend(bucket(tensors) for tensors in model[len(low_rank) :])  # in the first step: it launches, too
-        return [
-            powersgd_all_reduce(Step.of(b, tensors, tensors, iteration, TRANSPORT, workspace))
-            for b, tensors in zip(low_rank, model, strict=True)
-        ]
-
-    return step
-
-
-def quantized(model, wire, options):
-    workspace, policy, made = Workspace(CPU), WirePolicy(wire=wire), []
-
-    def step(iteration):
-        new = model[len(made) :]
-        made.extend(QuantizedBucket(tensors, policy.wire_formats(tensors), TRANSPORT, options) for tensors in new)
-        return [
-            quantized_all_reduce(Step.of(b, tensors, tensors, iteration, TRANSPORT, workspace))
-            for b, tensors in zip(made, model, strict=True)
-        ]
-
-    return step
 
 
 def compiled_in(step):

@@ -10,6 +10,7 @@ training            `HOOKS`, both DDPs, `wrapped`, `train`, faults, `error_of`: 
 states              the hook states, `Training`, `Ledger` (law 1), checkpoints: hooks, reducer, faults
 zoo                 small models that a reducer may get wrong; `Probe`, whose gradients are its inputs: training, hooks
 features            models, plans and options of DDP's features, parity with PyTorch: reducer, test_errors
+fault_schedules     trainings with random faults, and what holds at their end: test_faults, test_sharded_faults
 powersgd_steps      steps of PowerSGD on chosen gradients: the files test_powersgd*, test_simple_examples
 sharded             a model sharded by FSDP2, and its exact gradients: sharded
 bits                assertions about bitwise equal results: everywhere

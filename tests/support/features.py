@@ -4,6 +4,9 @@ The oracle is PyTorch's DDP in the same process group wherever that is right, wi
 the values that the definition of the feature gives.
 """
 
+from contextlib import contextmanager
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,11 +14,23 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import gradwire
+from tests.conformance.no_stream import NoStream
 from tests.support.bits import assert_same_bits
 from tests.support.training import WRAPPERS, gradients, register
 
 DDP = gradwire.DistributedDataParallel
 CAP = 0.0001  # MiB: buckets of two or three parameters of `Parts`
+MixedPrecision = torch.nn.parallel.distributed._MixedPrecision
+
+
+@contextmanager
+def no_streams():
+    """Streams and events do nothing: on CPUs, mixed precision runs with such streams only."""
+    with (
+        mock.patch.multiple(torch, Stream=NoStream, Event=NoStream),
+        mock.patch.object(torch.accelerator, "current_stream", NoStream),
+    ):
+        yield
 
 
 def flat_hook(group, bucket):

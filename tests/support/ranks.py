@@ -47,6 +47,13 @@ def from_all_ranks(value):
     return values
 
 
+def summed(tensor):
+    """The sum over the ranks, in fp64."""
+    total = tensor.double()
+    dist.all_reduce(total)
+    return total
+
+
 def signals(name):
     """A store of one test's own, whose keys ranks set and wait for."""
     return dist.PrefixStore(f"signals/{name}", dist.distributed_c10d._get_default_store())

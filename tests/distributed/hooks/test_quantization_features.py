@@ -14,9 +14,8 @@ from gradwire.hooks.quantization_hooks import (
     quantization_perchannel_hook,
     quantization_pertensor_hook,
 )
-from tests.distributed.hooks.test_quantization_laws import summed
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks, differences
-from tests.support.ranks import from_all_ranks, on_ranks
+from tests.support.ranks import from_all_ranks, on_ranks, summed
 from tests.support.training import WRAPPERS, build, gradients, message_of, own_batches, register, train_steps, wrapped
 from tests.support.zoo import Probe
 

@@ -13,7 +13,7 @@ from gradwire.hooks.quantization_hooks import QuantizationState, quantization_ho
 from gradwire.kernels import WIRE_FORMATS
 from gradwire.sharded import ReduceScatterOptions
 from tests.support.bits import assert_same_bits, differences
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_ranks, summed
 from tests.support.states import Ledger
 from tests.support.training import SMALL, SMALLEST, WRAPPERS, build, register, train, train_steps
 from tests.support.zoo import Probe
@@ -33,12 +33,6 @@ def hook_of(wire, **options):
 def wrapped(wrapper, model, hook, **options):
     ddp = WRAPPERS[wrapper](build(model), **({"bucket_cap_mb": SMALL} | options))
     return ddp, register(ddp, hook)
-
-
-def summed(tensor):
-    total = tensor.double()
-    dist.all_reduce(total)
-    return total
 
 
 # --- an oracle of its own

@@ -22,9 +22,8 @@ from torch.utils._pytree import tree_map_only
 
 import gradwire
 from gradwire.cli.run_compression import compressed
-from tests.distributed.reducer.test_mixed_precision import MixedPrecision, no_streams
 from tests.support.bits import differences
-from tests.support.features import CAP
+from tests.support.features import CAP, MixedPrecision, no_streams
 from tests.support.gpu_worker import SHARED_GPU
 from tests.support.ranks import from_all_ranks
 from tests.support.states import FEEDBACK, errors_of

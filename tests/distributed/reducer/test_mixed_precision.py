@@ -5,8 +5,7 @@ It asks for streams, so these cases run with streams that do nothing, as PyTorch
 
 import copy
 import pickle
-from contextlib import contextmanager, nullcontext
-from unittest import mock
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -14,13 +13,12 @@ import torch.distributed as dist
 from torch import nn
 
 from gradwire.hooks import default_hooks
-from tests.conformance.no_stream import NoStream
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
+from tests.support.features import MixedPrecision, no_streams
 from tests.support.ranks import from_all_ranks, on_ranks
 from tests.support.training import SMALL, WRAPPERS, error_of, failing_hook, gradients, own_batches
 
 DDP = WRAPPERS["gradwire"]
-MixedPrecision = torch.nn.parallel.distributed._MixedPrecision
 
 # (param_dtype, reduce_dtype)
 DTYPES = {
@@ -31,16 +29,6 @@ DTYPES = {
 }
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
 views = pytest.mark.parametrize("view", [False, True], ids=["copies", "views"])
-
-
-@contextmanager
-def no_streams():
-    """Streams and events do nothing."""
-    with (
-        mock.patch.multiple(torch, Stream=NoStream, Event=NoStream),
-        mock.patch.object(torch.accelerator, "current_stream", NoStream),
-    ):
-        yield
 
 
 class Net(nn.Module):
