@@ -14,14 +14,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.bench import launch
-from gradwire.bench.implementations import (
-    GRADWIRE,
-    MODEL,
-    WARM_UP,
-    Implementation,
-    make_batch,
-    prepare,
-)
+from gradwire.bench.implementations import GRADWIRE, MODEL, WARM_UP, Implementation, make_batch, prepare
 from gradwire.bench.record import Measured, Metric, Record, percentiles_ms, records_of
 from gradwire.bench.tables import Group, Table, count, groups_of, median_of, pivot, value
 from gradwire.bench.timing import bench_device, time_in_turn

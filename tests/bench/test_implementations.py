@@ -5,13 +5,7 @@ import torch
 
 from gradwire.bench import implementations
 from gradwire.bench.gradient_checks import complaint_about_feedback, complaint_about_mean
-from gradwire.bench.implementations import (
-    GRADWIRE,
-    GRADWIRE_ON_PYTORCH,
-    PYTORCH,
-    Implementation,
-    make_batch,
-)
+from gradwire.bench.implementations import GRADWIRE, GRADWIRE_ON_PYTORCH, PYTORCH, Implementation, make_batch
 from gradwire.bench.models import MODELS
 from gradwire.kernels import WIRE_FORMATS
 from gradwire.planner.hook_registry import HOOKS

@@ -15,16 +15,7 @@ from tests.support.bits import assert_same_bits
 from tests.support.features import FEATURES, Parts
 from tests.support.ranks import from_all_ranks, on_ranks
 from tests.support.states import Ledger
-from tests.support.training import (
-    SMALLEST,
-    WRAPPERS,
-    build,
-    error_of,
-    own_batches,
-    sent_bytes,
-    train_steps,
-    wrapped,
-)
+from tests.support.training import SMALLEST, WRAPPERS, build, error_of, own_batches, sent_bytes, train_steps, wrapped
 from tests.support.zoo import Probe
 
 

@@ -21,17 +21,7 @@ from hypothesis import strategies as st
 from tests.support.bits import differences
 from tests.support.ranks import from_all_ranks
 from tests.support.states import FEEDBACK, Ledger, errors_of, make
-from tests.support.training import (
-    SMALL,
-    SMALLEST,
-    WRAPPERS,
-    Scaler,
-    build,
-    error_of,
-    failing_hook,
-    gradients,
-    register,
-)
+from tests.support.training import SMALL, SMALLEST, WRAPPERS, Scaler, build, error_of, failing_hook, gradients, register
 
 PROPERTY = settings(
     deadline=None,

@@ -23,12 +23,7 @@ from gradwire.sharded.all_reduce import ShardBucket
 from gradwire.sharded.reduce_scatter import QuantizedReduceScatter
 from tests.support import sharded as models
 from tests.support.bits import differences
-from tests.support.fault_schedules import (
-    check_recovered,
-    check_silent,
-    train_with_recovery,
-    train_without_recovery,
-)
+from tests.support.fault_schedules import check_recovered, check_silent, train_with_recovery, train_without_recovery
 from tests.support.training import SMALLEST, FailsInBackward, Fault, error_of, own_batches, wrapped
 
 VICTIM = 3  # in HSDP it is rank 1 of both of its groups
