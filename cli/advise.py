@@ -25,6 +25,7 @@ from gradwire.cli.options import (
     MAX_THREADS,
     finite,
     in_a_folder,
+    number,
     parse_choices,
     parse_hooks,
     parse_list,
@@ -55,18 +56,12 @@ _Exclude = Annotated[
     str | None, typer.Option("--exclude", help="Hooks not to measure, comma-separated; no hook and bf16 always are.")
 ]
 _Threads = Annotated[
-    int | None,
-    typer.Option(
-        "--threads", min=1, max=MAX_THREADS, help="CPU threads of each rank. Default: what PyTorch or torchrun sets."
-    ),
+    int | None, number("CPU threads of each rank. Default: what PyTorch or torchrun sets.", most=MAX_THREADS)
 ]
 _Bandwidth = Annotated[
     str | None, typer.Option(help="Without torchrun: bandwidth of a node to assume, such as 100mbit.")
 ]
-_WorldSize = Annotated[
-    int | None,
-    typer.Option("--world-size", min=2, max=MAX_RANKS, help="Without torchrun: number of ranks to assume."),
-]
+_WorldSize = Annotated[int | None, number("Without torchrun: number of ranks to assume.", least=2, most=MAX_RANKS)]
 _Latency = Annotated[
     float | None,
     typer.Option(
@@ -78,12 +73,10 @@ _Latency = Annotated[
 ]
 _RanksPerNode = Annotated[
     int,
-    typer.Option(
-        "--ranks-per-node",
-        min=1,
-        max=MAX_RANKS,
-        help="Without torchrun: number of ranks on each node. With several, a rank computes with one CPU thread "
-        "unless --threads or OMP_NUM_THREADS is set, as under torchrun.",
+    number(
+        "Without torchrun: number of ranks on each node. With several, a rank computes with one CPU thread unless "
+        "--threads or OMP_NUM_THREADS is set, as under torchrun.",
+        most=MAX_RANKS,
     ),
 ]
 _Price = Annotated[

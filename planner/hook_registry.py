@@ -111,11 +111,6 @@ def _low_rank(
     )
 
 
-def _quantized_factors(rank: int) -> HookEntry:
-    """PowerSGD with factors in int8."""
-    return _low_rank(rank, f"factors of rank {rank} in 8 bit", is_same=False, factor_wire="int8")
-
-
 def _quantized(wire: str) -> HookEntry:
     """`quantization_hook`, and PyTorch's fp16 hook: its quantization hooks raise an IndexError on gloo."""
     bits = 8 * WIRE_FORMATS[wire].block_bytes(64) / 64
@@ -160,8 +155,8 @@ HOOKS: dict[str, HookEntry] = {
     "powersgd-r4": _low_rank(4, "factors of rank 4"),
     "powersgd-r16": _low_rank(16, "factors of rank 16"),
     "powersgd-r32": _low_rank(32, "factors of rank 32"),
-    "powersgd-r8-int8": _quantized_factors(8),
-    "powersgd-r16-int8": _quantized_factors(16),
+    "powersgd-r8-int8": _low_rank(8, "factors of rank 8 in 8 bit", is_same=False, factor_wire="int8"),
+    "powersgd-r16-int8": _low_rank(16, "factors of rank 16 in 8 bit", is_same=False, factor_wire="int8"),
     "powersgd-r4-bf16": _low_rank(4, "factors of rank 4 in bf16", is_same=False, factor_dtype=torch.bfloat16),
     "powersgd-r4-alternating": _low_rank(4, "one factor of rank 4 per step", is_same=False, alternating=True),
     # Not compared with PyTorch's batched_powerSGD_hook: in torch 2.13 it raises an AssertionError at its

@@ -39,25 +39,15 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @dataclass(frozen=True)
 class Mutant:
-    """One edit of a source file.
+    """One edit of a source file."""
 
-    Attributes:
-        name: the defect.
-        file: path of the file in the repository.
-        find: text that occurs once in the file.
-        replace: text in its place.
-        tests: node ids of tests, of which one must fail.
-        interpreter: whether kernels run in Triton's interpreter.
-        survives: why no test can catch it; empty if one must.
-    """
-
-    name: str
-    file: str
-    find: str
-    replace: str
-    tests: tuple[str, ...]
-    interpreter: bool = False
-    survives: str = ""
+    name: str  # the defect
+    file: str  # path of the file in the repository
+    find: str  # text that occurs once in the file
+    replace: str  # text in its place
+    tests: tuple[str, ...]  # node ids of tests, of which one must fail
+    interpreter: bool = False  # whether kernels run in Triton's interpreter
+    survives: str = ""  # why no test can catch it; empty if one must
 
     def edited(self, root: Path) -> str:
         """The text of the file with the edit; raises ValueError unless the edit is possible."""

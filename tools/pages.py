@@ -36,13 +36,12 @@ Results = dict[str, list[Record]]  # by file name
 # By name: the results files, and the function of their records.
 TABLES: dict[str, tuple[tuple[str, ...], Callable[..., list[Table]]]] = {
     **{name: ((name,), BENCH_TABLES[name]) for name in BENCH_TABLES if name not in ("converge", "long_runs")},
-    "converge_digits": (("converge_digits",), BENCH_TABLES["converge"]),
-    "converge_text": (("converge_text",), BENCH_TABLES["converge"]),
+    **{
+        f"converge_{what}": ((f"converge_{what}",), BENCH_TABLES["converge"])
+        for what in ("digits", "text", "optimizers_digits", "optimizers_text")
+    },
     "converge_long_text": (("converge_long_text",), BENCH_TABLES["long_runs"]),
-    "converge_optimizers_digits": (("converge_optimizers_digits",), BENCH_TABLES["converge"]),
-    "converge_optimizers_text": (("converge_optimizers_text",), BENCH_TABLES["converge"]),
-    "network_20ms": (("network_20ms",), BENCH_TABLES["network"]),
-    "network_80ms": (("network_80ms",), BENCH_TABLES["network"]),
+    **{name: ((name,), BENCH_TABLES["network"]) for name in ("network_20ms", "network_80ms")},
     "rounding": (("rounding",), lambda records: [rounding.errors_table(records)]),
     "formats": (("rounding",), lambda records: [rounding.formats_table(records)]),
     "sharded_losses": (("sharded_losses",), sharded_losses.tables),

@@ -38,19 +38,12 @@ _NAMING = (*_SETTING, "method")
 
 @dataclass(frozen=True)
 class Change:
-    """The change of a ratio.
+    """The change of a ratio."""
 
-    Attributes:
-        what: name of the ratio: bench, case and implementations.
-        before: the ratios of the runs of one state.
-        after: the ratios of the runs of the other state.
-        band: the noise, as a fraction.
-    """
-
-    what: str
-    before: list[float]
-    after: list[float]
-    band: float
+    what: str  # name of the ratio: bench, case and implementations
+    before: list[float]  # the ratios of the runs of one state
+    after: list[float]  # those of the other state
+    band: float  # the noise, as a fraction
 
     @property
     def factor(self) -> float:
@@ -66,11 +59,7 @@ class Change:
 
 
 def load_ratios(path: Path) -> Ratios:
-    """Every ratio in a file that a bench wrote.
-
-    Raises:
-        RecordError: the file is not one that a bench writes.
-    """
+    """Every ratio in a file of results. Raises RecordError if the file is not one that a bench writes."""
     return dict(ratios(load(path)))
 
 
