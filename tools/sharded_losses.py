@@ -36,7 +36,7 @@ Keep = Callable[[Tensor, Tensor], Tensor]  # what a memory holds, from an error 
 
 
 def _bf16(error: Tensor, _: Tensor) -> Tensor:
-    return round_to_bf16(error, torch.randint(1 << 32, error.shape)).float()  # stochastically, as gradwire does
+    return round_to_bf16(error, torch.randint(1 << 24, error.shape)).float()  # stochastically, as gradwire does
 
 
 def _averaged(error: Tensor, memory: Tensor) -> Tensor:
@@ -141,10 +141,13 @@ def tables(records: Sequence[Record]) -> list[Table]:
 
 
 def _gap(records: Sequence[Record], metric: str) -> Cell:
-    plain = {r["seed"]: r.p50 for r in records if r["wire"] == PLAIN and r.metric == metric}
+    def by_seed(group: Group) -> dict[int, float]:
+        return {r["seed"]: r.p50 for r in group if r.metric == metric and r.p50 is not None}
+
+    plain = by_seed([r for r in records if r["wire"] == PLAIN])
 
     def cell(group: Group) -> str:
-        own = {r["seed"]: r.p50 for r in group if r.metric == metric}
+        own = by_seed(group)
         if group[0]["wire"] == PLAIN:
             return f"{fmean(own.values()):.3f}"
         return difference(own, plain)
