@@ -90,7 +90,7 @@ def test_options_that_cannot_be_used_are_refused_by_name(arguments, tmp_path, mo
 
 def test_quick_stands_for_the_options_in_the_help(monkeypatch):
     asked = []
-    monkeypatch.setattr(bench.reducer, "measure", lambda *arguments: asked.append(arguments))
+    monkeypatch.setattr(bench.reducer, "measure", lambda *arguments: asked.append(arguments) or [])
     monkeypatch.setattr(bench_runs, "measured", lambda _, measure, *__: measure())
     monkeypatch.setattr(bench_runs, "report", lambda *_: None)
     shown = in_process("bench", "reducer", "--help").output
