@@ -227,7 +227,7 @@ def test_readme_numbers_in_prose_equal_the_tables():
     fastest = max(times for hook, times in speed_up.items() if hook.startswith("powersgd"))
     assert f"int2 ({speed_up['int2']:.1f}x) and PowerSGD (up to {fastest:.1f}x) are faster" in readme
     to_target = {row[0]: row[-1] for row in table_rows("docs/benchmarks.md", "converge_text") if row[1] == "gradwire"}
-    assert "with int4 a quarter of that without a hook, with `powersgd-r16-int8` a sixth" in readme
+    assert "with int4 they take a quarter of the time without a hook, with `powersgd-r16-int8` a sixth" in readme
     times = [float(to_target[hook].rstrip("x")) for hook in ("int4", "powersgd-r16-int8")]
     assert times == pytest.approx([4, 6], abs=0.4)
     fp16 = next(row for row in table_rows("docs/benchmarks.md", "gpu") if row[0] == "fp16, gpt2-124m")
