@@ -71,6 +71,7 @@ class ShardBucket(Bucket):
             self.numel += parameter.padded_sharded_param_size.numel()
         self._table = SegmentTable(self._layouts)
         self._flat: Tensor | None = None
+        self._replaced: Tensor | None = None  # the tensor that a hook passed to `set_buffer`
         self.position, self.is_first, self.is_final, self.zero_copy = 0, True, False, True
         self.device, self.dtype, self.process_group = device, dtype.to_real(), replicas
         self.names = tuple(map(plain_name, self._names))
@@ -79,12 +80,12 @@ class ShardBucket(Bucket):
 
     def collect(self, flat: Tensor, position: int, is_last: bool, zero_copy: bool) -> None:
         """Hold the gradients of a backward, the bucket number ``position`` of it."""
-        self._flat, self.zero_copy = flat, zero_copy
+        self._flat, self.zero_copy, self.dtype = flat, zero_copy, flat.dtype.to_real()
         self.position, self.is_first, self.is_final = position, position == 0, is_last
 
     def release(self) -> None:
         """Drop the gradients."""
-        self._flat = None
+        self._flat = self._replaced = None
 
     def index(self) -> int:
         """Position in the order of this backward."""
@@ -103,8 +104,9 @@ class ShardBucket(Bucket):
         return self._names
 
     def gradients(self) -> list[Tensor]:
-        """One view of the flat tensor per parameter."""
-        return self.views(self.buffer())
+        """One view of `buffer` per parameter."""
+        buffer = self.buffer()
+        return self.views(buffer) if buffer.numel() == self.numel else list(self._table.views(buffer))
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """One view of a flat tensor per parameter."""
@@ -114,16 +116,26 @@ class ShardBucket(Bucket):
         ]
 
     def buffer(self) -> Tensor:
-        """The flat tensor, padding included."""
-        assert self._flat is not None
-        return self._flat
+        """The flat tensor, padding included, or that of `set_buffer`."""
+        buffer = self._flat if self._replaced is None else self._replaced
+        assert buffer is not None
+        return buffer
+
+    def set_buffer(self, buffer: Tensor) -> None:
+        """Replace the flat tensor that `buffer` and `gradients` return. The new one may be without padding."""
+        if buffer.dim() != 1 or buffer.numel() not in (self.numel, self._table.numel) or buffer.device != self.device:
+            raise ValueError(
+                f"The new buffer has shape {tuple(buffer.shape)} on {buffer.device}; expected ({self.numel},) on "
+                f"{self.device}, as the old one."
+            )
+        self._replaced, self.dtype, self.zero_copy = buffer, buffer.dtype, False
 
     def work(self, transport: Transport | None = None, layout: SegmentTable | None = None) -> BucketWork:
-        """The gradients, one tensor per parameter, which receive the mean; or the flat tensor."""
-        if not self.zero_copy:
+        """The gradients, one tensor per parameter, which receive the mean; or the flat tensor, for a hook without memory."""
+        if not self.zero_copy and (layout is None or self._replaced is not None):
             return super().work(transport, layout)
         gradients = Gradients(self.gradients(), self._table)
-        return BucketWork(gradients, gradients, gradients.tensors[0])
+        return BucketWork(gradients, gradients, gradients.tensors[0] if self.zero_copy else self.buffer())
 
     def empty_buffer(self) -> Tensor:
         """A flat tensor for the mean, without padding."""
@@ -131,13 +143,14 @@ class ShardBucket(Bucket):
 
     def finish(self, result: Tensor) -> None:
         """Write a hook's result into the flat tensor, unless the hook has."""
-        flat = self.buffer()
+        flat = self._flat
+        assert flat is not None
         if result.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr():
             return
         if result.numel() == flat.numel() and not self.zero_copy:
             flat.copy_(result.view_as(flat))
         else:
-            Gradients(self.gradients(), self._table).unflatten(result.view(-1))
+            Gradients(self.views(flat), self._table).unflatten(result.view(-1))
 
 
 class ReplicaGroup(dist.ProcessGroup):

@@ -11,7 +11,14 @@ from torch.distributed import checkpoint
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import gradwire
-from gradwire.hooks.default_hooks import CastState, allreduce_hook, bf16_compress_hook, fp16_compress_hook
+from gradwire.hooks.default_hooks import (
+    CastState,
+    allreduce_hook,
+    bf16_compress_hook,
+    bf16_compress_wrapper,
+    fp16_compress_hook,
+    fp16_compress_wrapper,
+)
 from gradwire.hooks.powerSGD_hook import PowerSGDState
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState
@@ -93,6 +100,19 @@ def test_all_reduces_overlap_the_backward_unless_fsdp2_needs_their_results(place
     assert events_of(rounded) == in_turn  # FSDP2 casts them
 
 
+def clipped_hook(state, bucket):
+    """A user's hook that calls one of gradwire's."""
+    bucket.buffer().clamp_(-1e3, 1e3)
+    return quantization_hook(state, bucket)
+
+
+def fp16_buffer_hook(state, bucket):
+    """A user's hook that replaces the buffer, as PyTorch's 16-bit wrappers do."""
+    bucket.set_buffer(bucket.buffer().half())
+    assert {each.dtype for each in bucket.gradients()} == {torch.float16}
+    return allreduce_hook(state, bucket)
+
+
 COMPRESSED = {
     "fp16": (lambda: None, fp16_compress_hook, 1e-3),
     "bf16": (lambda: None, bf16_compress_hook, 8e-3),
@@ -100,6 +120,14 @@ COMPRESSED = {
     "scaled": (lambda: ScaledCastState(), None, 1e-3),
     "int8": (lambda: QuantizationState(wire="int8", start_iter=START), None, 2e-2),
     "int4": (lambda: QuantizationState(wire="int4", start_iter=START), None, 0.3),
+    "int8, clipped": (lambda: QuantizationState(wire="int8", start_iter=START), clipped_hook, 2e-2),
+    "int8 of fp16": (
+        lambda: QuantizationState(wire="int8", start_iter=START),
+        fp16_compress_wrapper(quantization_hook),
+        2e-2,
+    ),
+    "bf16 wrapper": (lambda: None, bf16_compress_wrapper(allreduce_hook), 8e-3),
+    "fp16 buffer": (lambda: None, fp16_buffer_hook, 1e-3),
 }
 
 
