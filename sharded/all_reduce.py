@@ -131,7 +131,10 @@ class ShardBucket(Bucket):
         self._replaced, self.dtype, self.zero_copy = buffer, buffer.dtype, False
 
     def work(self, transport: Transport | None = None, layout: SegmentTable | None = None) -> BucketWork:
-        """The gradients, one tensor per parameter, which receive the mean; or the flat tensor, for a hook without memory."""
+        """The gradients, one tensor per parameter, which receive the mean; or the flat tensor.
+
+        A hook with memory, which a user's hook calls, needs the ``layout`` without padding.
+        """
         if not self.zero_copy and (layout is None or self._replaced is not None):
             return super().work(transport, layout)
         gradients = Gradients(self.gradients(), self._table)

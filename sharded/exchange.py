@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -16,6 +18,8 @@ from gradwire.comm.transport import wait_for
 from gradwire.hooks._handshake import compare_settings
 from gradwire.sharded.torch_internals import ParameterGroup
 
+logger = logging.getLogger("gradwire.sharded")
+
 
 def name_of(hook: object) -> str:
     """The name of a hook, for reports and error messages."""
@@ -29,6 +33,9 @@ class ShardedExchange:
     collectives, which the other ranks of a replica expect. An error on one rank is raised on all ranks of the model:
     a rank that fails leaves the exchange in all its process groups. At the end of the backward, all ranks meet, so that
     none goes on while another one raises. On NCCL they do not: the hosts would have to wait for their devices.
+
+    A backward in which the user's own code has raised is no step: once the next one begins, its results return to the
+    error memory.
 
     On a CPU, FSDP2 waits for the result of a collective. Exchanges that FSDP2 reads only after the backward are awaited
     at its end, and overlap it.
@@ -66,18 +73,22 @@ class ShardedExchange:
         self._is_loaded = False  # whether a checkpoint was loaded since the ranks compared their settings
         self._agreed: dict[dist.ProcessGroup, int] = {}  # generation of the connections in the latest handshake
         self._backward = NO_BACKWARD
+        self._callback: Callable[[], object] = lambda: None  # returns the callback of the backward while that runs
         self._error: Exception | None = None  # of this backward
 
     def begin(self) -> None:
         """Begin a step at the first collective of a backward."""
         backward = current_backward()
-        if backward not in (NO_BACKWARD, self._backward):  # NO_BACKWARD: in a callback at the end of the backward
-            self._error = None
-            if self._backward != NO_BACKWARD:  # an earlier backward has raised an error of the user's
-                self.wait()
-                self._end_step()
-            self._backward = backward
-            queue_callback(self._end_backward)
+        if backward in (NO_BACKWARD, self._backward):  # NO_BACKWARD: in a callback at the end of the backward
+            return
+        if self._backward != NO_BACKWARD:
+            if self._callback() is not None:  # inside of a backward that still runs: reentrant checkpointing
+                return
+            self.wait()
+            self.restart()
+        self._backward, self._error, callback = backward, None, self._end_backward
+        self._callback = weakref.ref(callback)
+        queue_callback(callback)  # autograd drops it if the backward raises
 
     def has_averaged(self, parameters: ParameterGroup) -> bool:
         """Whether a hook has averaged the parameter group in this backward."""
@@ -131,9 +142,13 @@ class ShardedExchange:
     def wait(self) -> None:
         """Wait for the exchanges in flight, in order."""
         while self._awaited:
-            key = next(iter(self._awaited))
-            if self.attempt(*self._awaited[key]):
-                del self._awaited[key]
+            parameters, (group, name, _) = next(iter(self._awaited.items()))
+            self.attempt(group, name, partial(self._finish, parameters))
+
+    def _finish(self, parameters: ParameterGroup) -> None:
+        """Wait for the result of an exchange in flight, once: an exchange that has failed is not in flight any more."""
+        _, _, finish = self._awaited.pop(parameters)
+        finish()
 
     def keep_result(
         self, parameters: ParameterGroup, take_back: Callable[[], None], *, replaces_earlier: bool = False
@@ -154,10 +169,12 @@ class ShardedExchange:
         for group in self.groups:
             with suppress(RuntimeError):  # the group was destroyed
                 connections_of(group).fail(reason)
-        awaited, self._awaited = self._awaited, {}
-        for _, _, finish in awaited.values():
-            with suppress(Exception), torch.no_grad():  # the exchange has failed on this rank, too
-                finish()
+        for parameters, (_, name, _) in list(self._awaited.items()):
+            try:
+                with torch.no_grad():
+                    self._finish(parameters)
+            except Exception:
+                logger.debug("The %s has also failed on this rank:", name, exc_info=True)
 
     def _compare_settings(self) -> None:
         """The handshake of all ranks, at the first exchange, after a load, and on new connections."""

@@ -62,9 +62,8 @@ def failing(number, is_done):
         def exchange_or_fail():
             if is_done or not is_last:
                 exchange()
-            for _, _, finish in self._awaited.values():
-                if is_last and not (is_done and finish is exchange):
-                    finish()
+            for parameters in list(self._awaited) if is_last else ():
+                self._finish(parameters)
             dist.barrier()
             if is_last and dist.get_rank() == FAILS_ON:
                 raise Fault("on one rank")
@@ -185,10 +184,25 @@ def test_exchange_that_fails_takes_results_in_flight_and_restarts_without_groups
     exchange.keep_result("parameters", lambda: taken.append("taken back"))
     exchange.begin_average("parameters")
     exchange.leave("expected")
+    exchange.leave("again")
     assert taken == ["result"]
     exchange.restart()
     assert taken == ["result", "taken back"]
     assert not exchange.has_averaged("parameters")
+
+
+@on_ranks(2)
+def test_exchange_in_flight_that_fails_is_not_waited_for_again():
+    group, calls = dist.new_group(), []
+    exchange = ShardedExchange([group], torch.device("cpu"), {"hook": "test"})
+
+    def finish():
+        calls.append("finish")
+        raise Fault
+
+    exchange.finish_later("parameters", group, "all-reduce", finish)
+    exchange.wait()
+    assert calls == ["finish"]
 
 
 @pytest.mark.parametrize("kind", ["replicate", "hsdp-both", "hsdp-within-no-errors", "fsdp"])
@@ -252,6 +266,29 @@ def test_error_of_the_users_on_all_ranks_is_forgotten():
         assert norm([total["first.weight"] - errors["first.weight"].to_local()]) < 1e-6
     else:
         assert "reset_iter_state" in message_of(attachment.resynchronize)
+
+
+@on_ranks(2)
+def test_backward_that_the_user_has_failed_is_no_step_and_one_inside_of_another_begins_none():
+    group, taken, callbacks = dist.new_group(), [], []
+    exchange = ShardedExchange([group], torch.device("cpu"), {"hook": "test"}, step_ends=[lambda: taken.append("end")])
+
+    def begin(backward):
+        with (
+            mock.patch.object(gradwire.sharded.exchange, "current_backward", lambda: backward),
+            mock.patch.object(gradwire.sharded.exchange, "queue_callback", callbacks.append),
+        ):
+            exchange.begin()
+
+    begin(1)
+    exchange.keep_result("parameters", lambda: taken.append("taken back"))
+    exchange.begin_average("parameters")
+    begin(2)  # inside of the first one, for which autograd keeps the callback
+    assert (len(callbacks), taken) == (1, [])
+    callbacks.clear()  # it raises
+    begin(3)
+    assert (len(callbacks), taken, exchange.n_steps) == (1, ["taken back"], 0)
+    assert not exchange.has_averaged("parameters")
 
 
 @on_ranks(4)
