@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,6 @@ from gradwire.hooks._names import plain_name
 from gradwire.hooks.hook_state import HookState
 from gradwire.kernels import SegmentTable
 from gradwire.sharded.exchange import ShardedExchange, name_of
-from gradwire.sharded.reduce_scatter import QuantizedReduceScatter
 from gradwire.sharded.torch_internals import ParameterGroup
 
 
@@ -231,10 +230,10 @@ class ReplicaGroup(dist.ProcessGroup):
             bucket.release()
         if isinstance(self._state, HookState):
             kept = flat if is_mean else flat.clone()  # FSDP2 divides sums
-            take_back = partial(self._take_back, bucket, kept)
+            take_back = partial(self._take_back, bucket, kept, getattr(self._group.reduce_scatter, "take_back", None))
             self._exchange.keep_result(self._group, take_back, replaces_earlier=True)
 
-    def _take_back(self, bucket: ShardBucket, mean: Tensor) -> None:
+    def _take_back(self, bucket: ShardBucket, mean: Tensor, to_shards: Callable[..., None] | None) -> None:
         """Add a mean that was not applied to the errors of the hook, or of the reduce-scatter if the hook has none."""
         if not mean.isfinite().all():  # the errors have not changed
             return
@@ -244,8 +243,8 @@ class ReplicaGroup(dist.ProcessGroup):
             for name, view in zip(names, bucket.views(mean), strict=True)
             if self._state.memory.take_back(name, view)
         ]
-        if isinstance(self._group.reduce_scatter, QuantizedReduceScatter):
-            self._group.reduce_scatter.take_back(mean, taken)
+        if to_shards is not None:
+            to_shards(mean, taken)
 
     def _bucket(self, dtype: torch.dtype) -> ShardBucket | None:
         """Shards of the trainable parameters, in ``dtype``; None if this rank has none, or their order is unknown."""

@@ -57,7 +57,8 @@ class Attachment:
     def detach(self) -> None:
         """Average without compression from the next backward on. Call it on every rank, between two steps.
 
-        The error memory stays in the state, for a later `attach`.
+        The state keeps its error memory, for a later `attach`. The errors of the reduce-scatter (``within``) are lost,
+        unless `state_dict` has saved them.
 
         Raises:
             RuntimeError: the model is a DistributedDataParallel, which keeps its hook.

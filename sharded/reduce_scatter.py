@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -58,8 +58,7 @@ class QuantizedReduceScatter:
         self.allocate = self.native.allocate  # FSDP2 calls it for the tensors of a reduce-scatter
         self._group, self._options, self._exchange = group, options, exchange
         self.has_errors = options.keeps_errors  # kept from step to step
-        self._shards: dist.ProcessGroup | None = None  # the ranks of the latest call
-        self._scale = 1.0  # of the latest call
+        self.take_back: Callable[..., None] | None = None  # `_take_back` of the result of the latest call
         # By size and dtype of the flat tensor, and parameter names; without names: of any parameters.
         self._buckets: dict[tuple[int, torch.dtype, tuple[str, ...]], ScatterBucket] = {}
         self._errors: dict[str, Tensor] = {}  # by parameter name, [n, elements in a shard]: views of a bucket's
@@ -89,8 +88,7 @@ class QuantizedReduceScatter:
         connections = connections_of(group)
         executor = connections.executor(gradients.device)
         bucket = self._bucket(gradients, executor.transport)
-        self._scale = scale
-        self._shards, self.n_calls = group, self.n_calls + 1
+        self.n_calls += 1
         future = executor.submit(
             Task(
                 lambda workspace: quantized_reduce_scatter(
@@ -101,18 +99,18 @@ class QuantizedReduceScatter:
         )
         connections.finish()
         wait_for(future, connections.check_peers)
+        self.take_back = partial(self._take_back, group.rank(), scale)
         if bucket.errors is not None:
             # FSDP2 overwrites the result: all-reduces it, and divides sums.
             self._exchange.keep_result(self._group, partial(self.take_back, output.clone()))
 
-    def take_back(self, shard: Tensor, excluded: Collection[str] = ()) -> None:
-        """Add this rank's shard of a result that was not applied to the errors, except for ``excluded`` parameters."""
-        assert self._shards is not None
+    def _take_back(self, rank: int, scale: float, shard: Tensor, excluded: Collection[str] = ()) -> None:
+        """Add an unapplied shard of a result to the errors of ``rank``, except for ``excluded`` parameters."""
         sizes = self._group.flat_order()
         parts = shard.split([size.numel() for size in sizes.values()])
         for name, part in zip(sizes, parts, strict=True):
             if name in self._errors and name not in excluded and part.isfinite().all():
-                self._errors[name][self._shards.rank()] += part / self._scale
+                self._errors[name][rank] += part / scale
 
     def _bucket(self, gradients: Tensor, transport: Transport) -> ScatterBucket:
         """The bucket of a flat tensor: one part per parameter, or a single one if they are not known or needed."""

@@ -14,6 +14,7 @@ import gradwire
 from gradwire.hooks.default_hooks import bf16_compress_hook
 from gradwire.hooks.quantization_hooks import QuantizationState
 from gradwire.sharded import ReduceScatterOptions, torch_internals
+from gradwire.sharded.exchange import ShardedExchange
 from tests.support.bits import assert_same_bits
 from tests.support.ranks import on_ranks
 from tests.support.sharded import (
@@ -240,3 +241,21 @@ def test_rounding_is_independent_between_ranks_and_between_shards():
     shards = heads.chunk(4)
     assert all(not one.equal(other) for one, other in itertools.combinations(shards, 2))
     assert len(heads.unique(dim=0)) > 60  # the rows of a shard, too
+
+
+@on_ranks(4)
+def test_results_of_several_reductions_return_to_the_errors_with_the_scale_of_each():
+    model, kept, outputs = sharded("fsdp"), [], []
+    gradwire.attach(model, within=ReduceScatterOptions(wire="int4", error_dtype=torch.float32, exempt=()))
+    backward(model, 0)
+    group = next(torch_internals.parameter_groups(model))
+    sizes, scatter = group.flat_order(), group.reduce_scatter
+    with mock.patch.object(ShardedExchange, "keep_result", lambda self, parameters, take_back: kept.append(take_back)):
+        for operation in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
+            outputs.append(torch.empty(sum(map(torch.Size.numel, sizes.values()))))
+            scatter(outputs[-1], torch.ones(4 * len(outputs[-1])), group.shards, operation)
+    for take_back, output, scale in zip(kept, outputs, (1 / 4, 1), strict=True):
+        before = {name: errors[dist.get_rank()].clone() for name, errors in scatter._errors.items()}
+        take_back()
+        for name, part in zip(sizes, output.split(list(map(torch.Size.numel, sizes.values()))), strict=True):
+            assert_same_bits(scatter._errors[name][dist.get_rank()], before[name] + part / scale)
