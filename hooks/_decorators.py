@@ -1,4 +1,7 @@
-"""Decorators of hooks: `ddp_hook` checks the arguments, `zero_copy` marks a hook that needs no flat buffer."""
+"""Decorators of hooks: `ddp_hook` checks the arguments.
+
+`zero_copy` marks a hook that needs no flat buffer, `replayable` one whose recorded steps replace its calls.
+"""
 
 import functools
 import inspect
@@ -17,6 +20,7 @@ Hook = TypeVar("Hook", bound=Callable[..., object])
 
 # Not attributes of the hook: functools.wraps would copy them to a user's wrapper, which expects flat buffers.
 _zero_copy_hooks: weakref.WeakSet[Callable[..., object]] = weakref.WeakSet()
+_replayable_hooks: weakref.WeakSet[Callable[..., object]] = weakref.WeakSet()
 _gradwire_hooks: weakref.WeakSet[Callable[..., object]] = weakref.WeakSet()
 
 
@@ -29,6 +33,17 @@ def zero_copy(hook: Hook) -> Hook:
 def is_zero_copy(hook: Callable[..., object]) -> bool:
     """Whether ``hook`` is marked by `zero_copy`."""
     return any(marked is hook for marked in _zero_copy_hooks)  # a hook need not be hashable
+
+
+def replayable(hook: Hook) -> Hook:
+    """Mark a zero-copy hook that only reduces: on a GPU, gradwire's reducer may repeat a recorded step without it."""
+    _replayable_hooks.add(hook)
+    return zero_copy(hook)
+
+
+def is_replayable(hook: Callable[..., object]) -> bool:
+    """Whether ``hook`` is marked by `replayable`."""
+    return any(marked is hook for marked in _replayable_hooks)  # a hook need not be hashable
 
 
 def described(value: object) -> str:
@@ -60,10 +75,11 @@ def _check_state(hook_name: str, state: object, kinds: tuple[type, ...]) -> None
     )
 
 
-def ddp_hook(*kinds: type) -> Callable[[Hook], Hook]:
+def ddp_hook(*kinds: type, wrapped: Callable[..., Any] | None = None) -> Callable[[Hook], Hook]:
     """Decorate a hook: raise TypeError for a state of another class than ``kinds``, or without a bucket.
 
-    Without ``kinds``, any state is accepted. With ``ProcessGroup`` among them, None is accepted, too.
+    Without ``kinds``, any state is accepted. With ``ProcessGroup`` among them, None is accepted, too. A hook that calls
+    a ``wrapped`` one is gradwire's if that is.
     """
 
     def decorate(hook: Hook) -> Hook:
@@ -83,12 +99,13 @@ def ddp_hook(*kinds: type) -> Callable[[Hook], Hook]:
                 )
             return hook(*arguments, **named)
 
-        _gradwire_hooks.add(checked)
+        if wrapped is None or is_gradwire_hook(wrapped):
+            _gradwire_hooks.add(checked)
         return cast("Hook", checked)
 
     return decorate
 
 
 def is_gradwire_hook(hook: Callable[..., Any]) -> bool:
-    """Whether ``hook`` is one of gradwire's, a 16-bit wrapper included."""
+    """Whether ``hook`` is one of gradwire's, or a 16-bit wrapper of one."""
     return any(each is hook for each in _gradwire_hooks)  # a hook need not be hashable

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from gradwire.compress import cast_all_reduce
 from gradwire.compress._validation import check_keywords
 from gradwire.hooks._bucket import Bucket, GradBucket, tensor_in
-from gradwire.hooks._decorators import CommHook, ddp_hook, zero_copy
+from gradwire.hooks._decorators import CommHook, ddp_hook, replayable, zero_copy
 from gradwire.hooks._plans import replayed
 from gradwire.hooks._reduction import all_reduce_on_cpu, reduce_bucket
 from gradwire.hooks._settings import HookSettings, settings_of
@@ -116,7 +116,7 @@ def _cast_hook(
     return future if future is not None else reduce_bucket(connections, adapted, algorithm, settings)
 
 
-@zero_copy
+@replayable
 @ddp_hook(CastState, dist.ProcessGroup)
 def allreduce_hook(
     process_group: dist.ProcessGroup | CastState, bucket: GradBucket
@@ -133,7 +133,7 @@ def allreduce_hook(
     return _cast_hook(process_group, bucket, None, "allreduce_hook")
 
 
-@zero_copy
+@replayable
 @ddp_hook(CastState, dist.ProcessGroup)
 def fp16_compress_hook(
     process_group: dist.ProcessGroup | CastState, bucket: GradBucket
@@ -155,7 +155,7 @@ def fp16_compress_hook(
     return _cast_hook(process_group, bucket, torch.float16, "fp16_compress_hook")
 
 
-@zero_copy
+@replayable
 @ddp_hook(CastState, dist.ProcessGroup)
 def bf16_compress_hook(
     process_group: dist.ProcessGroup | CastState, bucket: GradBucket
@@ -179,7 +179,7 @@ def bf16_compress_hook(
 
 def _compress_wrapper(hook: CommHook, dtype: torch.dtype, name: str) -> CommHook:
     @zero_copy
-    @ddp_hook()
+    @ddp_hook(wrapped=hook)
     def wrapper(hook_state, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[no-untyped-def]
         adapted = Bucket.of(bucket)
         if adapted.is_sparse:

@@ -38,7 +38,7 @@ from gradwire.compress._validation import (
 from gradwire.compress.memory import MemoryByName, error_like
 from gradwire.compress.powersgd import check_factors, check_size_of_factors
 from gradwire.hooks._bucket import Bucket, GradBucket
-from gradwire.hooks._decorators import ddp_hook
+from gradwire.hooks._decorators import ddp_hook, replayable
 from gradwire.hooks._memory import ERRORS
 from gradwire.hooks.hook_state import HookState, Memory, Step, hook_for
 from gradwire.kernels import WIRE_FORMATS, as_real, compute_dtype, gradient_layout, layout_in_dtype
@@ -434,6 +434,7 @@ for _each in fields(PowerSGDOptions):
     setattr(PowerSGDState, _each.name, _option(_each.name))
 
 
+@replayable
 @hook_for(PowerSGDState)
 def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """All-reduce the mean of the gradients, each matrix M = G + E as P Q^T of rank r, with error feedback.

@@ -26,7 +26,7 @@ from gradwire.compress._validation import check_keywords, check_whole_number
 from gradwire.compress.memory import MemoryByName
 from gradwire.compress.policy import DEFAULT_EXEMPT, check_block_size
 from gradwire.hooks._bucket import Bucket, GradBucket
-from gradwire.hooks._decorators import ddp_hook, zero_copy
+from gradwire.hooks._decorators import ddp_hook, replayable
 from gradwire.hooks._memory import ERRORS
 from gradwire.hooks._plans import replayed
 from gradwire.hooks._reduction import reduce_bucket
@@ -181,6 +181,7 @@ class QuantizationState(HookState):
 PER_TENSOR_BLOCK_SIZE = 1024  # the largest: PyTorch's hook has one scale for the whole bucket
 
 
+@replayable
 @hook_for(QuantizationState)
 def quantization_hook(state: QuantizationState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """All-reduce the mean of the gradients in 1.25 to 16 bits per element: Q(sum of Q(G / n + E) + E2).
@@ -211,7 +212,7 @@ def _quantized(step: Step) -> Algorithm[None]:
     return step.memory.all_reduce(step)  # type: ignore[no-any-return]
 
 
-@zero_copy
+@replayable
 @ddp_hook(dist.ProcessGroup)
 def quantization_pertensor_hook(
     process_group: dist.ProcessGroup, bucket: GradBucket
@@ -232,7 +233,7 @@ def quantization_pertensor_hook(
     return quantized_reduction(process_group, bucket, "int8", PER_TENSOR_BLOCK_SIZE, "auto", settings)
 
 
-@zero_copy
+@replayable
 @ddp_hook(dist.ProcessGroup)
 def quantization_perchannel_hook(
     process_group: dist.ProcessGroup, bucket: GradBucket, bucket_size: int = 512

@@ -51,7 +51,7 @@ class BucketHook(NamedTuple):
     is_zero_copy: bool
     is_registered: bool = False
     has_groups: bool = False  # whether it may have process groups of its own
-    can_replay: bool = True  # whether recorded steps replace its calls: it is gradwire's, and only reduces
+    can_replay: bool = True  # whether recorded steps replace its calls
     take_back: TakeBack | None = None  # adds a sent but unapplied gradient to the error memory
 
 

@@ -25,7 +25,7 @@ from gradwire.comm.stream_executor import Handle
 from gradwire.comm.torch_internals import NO_BACKWARD, current_backward, profiler_range, queue_callback
 from gradwire.comm.transport import clear_frames, wait_for
 from gradwire.hooks._bucket import tensor_in
-from gradwire.hooks._decorators import is_gradwire_hook, is_zero_copy
+from gradwire.hooks._decorators import is_gradwire_hook, is_replayable, is_zero_copy
 from gradwire.hooks._plans import Plans
 from gradwire.hooks._settings import check_pairing, follow_model, in_group
 from gradwire.hooks.hook_state import HookState
@@ -546,8 +546,9 @@ class Reducer:
         check_pairing(state, hook)
         state = in_group(state, hook, self.exchange.process_group)
         take_back = state.memory.take_back if isinstance(state, HookState) else None
-        can_replay = is_zero_copy(hook) and (hook.__module__ or "").startswith("gradwire.")
-        self.hook = BucketHook(hook, state, is_zero_copy(hook), True, not is_gradwire_hook(hook), can_replay, take_back)
+        self.hook = BucketHook(
+            hook, state, is_zero_copy(hook), True, not is_gradwire_hook(hook), is_replayable(hook), take_back
+        )
         for bucket in self.buckets:
             bucket.plans = None if bucket.plans is None else Plans()  # those of the default reduction
         self.exchange.has_hook = True

@@ -111,9 +111,9 @@ def test_group_of_a_users_hook_starts_over_after_resynchronization(kind, mode, f
     assert_same_on_all_ranks(from_all_ranks(gradients(ddp)))
 
 
-@pytest.mark.parametrize("failing", [0, 2])
+@pytest.mark.parametrize(("failing", "is_wrapped"), [(0, False), (2, False), (2, True)])
 @on_ranks(3, limit=60)
-def test_hook_on_a_subgroup_starts_over_after_resynchronization(failing):
+def test_hook_on_a_subgroup_starts_over_after_resynchronization(failing, is_wrapped):
     rank = dist.get_rank()
     pair, alone = dist.new_group([0, 1]), dist.new_group([2])
     group, peers = (alone, [2]) if rank == 2 else (pair, [0, 1])
@@ -125,6 +125,7 @@ def test_hook_on_a_subgroup_starts_over_after_resynchronization(failing):
             raise Fault
         return quantization_hooks.quantization_hook(state, bucket)
 
+    hook = default_hooks.fp16_compress_wrapper(hook) if is_wrapped else hook
     ddp = wrapped(hook=(None, hook), group=dist.new_group(), bucket_cap_mb=SMALLEST, find_unused_parameters=True)
     local, generator = build("mlp"), own_batches()
     for _ in range(4):
