@@ -50,6 +50,7 @@ DESTROYED = (
     "The process group was destroyed. Initialize a new one, then wrap the model again or assign the new group to the "
     "hook state's process_group."
 )
+BACKWARD = "backward"  # the purpose of collectives of a backward that no executor runs; see `Connections.transport`
 NOTICE = "failure"  # store key under which a rank announces that it leaves, and why
 ADVICE = (
     "No more gradients are exchanged until all ranks are resynchronized. Do not apply the gradients of this step. "
@@ -80,7 +81,7 @@ class Connections:
         self._keys: dict[str, int] = {}
         self.generation = self._requests.require(self._begin, collective_timeout(group))
         self._executors: dict[torch.device, Executor] = {}
-        self._transports: dict[str, GroupTransport] = {}
+        self._transports: dict[tuple[str, str], GroupTransport] = {}  # by purpose and type of device
         # Reducers, and wrappers in a forward, that exchange at present, with their thread and backward.
         self._exchanging: weakref.WeakKeyDictionary[object, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._n_reducers = 0
@@ -148,20 +149,22 @@ class Connections:
             executor.start_step()
 
     def transport(self, purpose: str, device: torch.device, check: Callable[[], None] | None = None) -> GroupTransport:
-        """The transport of collectives outside the executors, one per purpose; on gloo each has a group of its own.
+        """The transport of collectives outside the executors, one per purpose and type of device.
 
-        While the ranks connect such a group, ``check`` may raise to end the wait; by default it is `check_peers`.
+        On gloo, each has a group of its own. While the ranks connect it, ``check`` may raise to end the wait; by
+        default it is `check_peers`.
         """
-        if purpose not in self._transports:  # not created yet, or dropped by a failure
+        key = purpose, device.type
+        if key not in self._transports:  # not created yet, or dropped by a failure
             self.check()
             is_own = device.type == "cpu" and is_gloo_on_cpu(self.group)
             group = self._duplicate_group(purpose, check) if is_own else self.group
-            transport = self._transports[purpose] = GroupTransport(group, self.check_peers)
+            transport = self._transports[key] = GroupTransport(group, self.check_peers)
             if self.failure is not None:  # another thread has failed meanwhile
-                self._transports.pop(purpose, None)
+                self._transports.pop(key, None)
                 transport.close()
                 self.check()
-        return self._transports[purpose]
+        return self._transports[key]
 
     def _duplicate_group(self, purpose: str, check: Callable[[], None] | None = None) -> dist.ProcessGroup:
         if not self._is_connecting.acquire(blocking=False):

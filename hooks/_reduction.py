@@ -9,6 +9,7 @@ import torch
 from torch.futures import Future
 
 from gradwire.comm import Algorithm, Connections, Task, Workspace
+from gradwire.comm.connections import BACKWARD
 from gradwire.comm.stream_executor import StreamExecutor
 from gradwire.compress import Step, is_repeatable, sparse_all_reduce
 from gradwire.compress.memory import BucketMemory
@@ -90,7 +91,7 @@ def all_reduce_on_cpu(connections: Connections, bucket: Bucket) -> Future[torch.
 
     Nothing is computed after it, so a task in the executor's thread would only compete for the interpreter lock.
     """
-    transport = connections.transport("backward", bucket.device)
+    transport = connections.transport(BACKWARD, bucket.device)
     if bucket.is_first:
         connections.start_step()
     source, target, result = bucket.work(transport)

@@ -74,7 +74,7 @@ class Exchange:
     @property
     def transport(self) -> GroupTransport:
         """The collectives of the reducer itself, and of the default reduction on CPUs."""
-        return self.connections.transport("backward", self.device, self.check_in_step)
+        return self.connections.transport(connections.BACKWARD, self.device, self.check_in_step)
 
     def begin_forward(self) -> None:
         """Note that this thread begins a synchronized forward."""

@@ -164,3 +164,11 @@ def test_threads_that_begin_at_once_get_the_same_connections():
         first.join()
         second.join()
     assert found[0] is found[1]
+
+
+@on_ranks(2)
+def test_collectives_on_another_type_of_device_take_the_process_group_itself():
+    group = dist.new_group()
+    own, shared = (connections_of(group).transport("test", torch.device(kind)) for kind in ("cpu", "cuda"))
+    assert isinstance(own.group, groups.OwnGroup)
+    assert shared.group is group
