@@ -11,6 +11,7 @@ from __future__ import annotations
 import queue
 import traceback
 from collections.abc import Callable, Coroutine, Generator, Sequence
+from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
 import torch
@@ -358,6 +359,11 @@ class GroupTransport(Transport):
         """Launch a collective, on the transport's own group unless ``group`` is another one; see `Collective.start`."""
         self.payload_bytes += collective.payload_bytes
         return collective.start(group or self.group, is_async)
+
+    def launch(self, collective: Collective) -> Callable[..., None]:
+        """Launch a collective of one message; returns the function that waits for it: `wait`, with its ``check``."""
+        (work,) = self.start(collective)
+        return partial(self.wait, work)
 
     def start_all_reduce(self, tensor: Tensor) -> Future[Any]:
         """Launch an in-place sum of ``tensor`` over all ranks; the future holds ``[tensor]``."""

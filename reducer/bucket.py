@@ -16,7 +16,7 @@ from torch.futures import Future
 from gradwire.comm import Transport
 from gradwire.comm.stream_executor import Handle
 from gradwire.compress import Gradients, Step, cast_all_reduce, repeatable
-from gradwire.hooks import _bucket as hooks
+from gradwire.hooks._bucket import Bucket, BucketWork
 from gradwire.hooks._names import plain_name
 from gradwire.hooks._plans import Plans
 from gradwire.hooks._reduction import reduce_bucket
@@ -55,7 +55,7 @@ class BucketHook(NamedTuple):
     take_back: TakeBack | None = None  # adds a sent but unapplied gradient to the error memory
 
 
-class BucketBase(hooks.Bucket):
+class BucketBase(Bucket):
     """The part of ``torch.distributed.GradBucket`` that dense and sparse buckets have in common."""
 
     def __init__(self, spec: BucketSpec) -> None:
@@ -200,7 +200,7 @@ class DenseBucket(BucketBase):
         self._replaced, self.dtype = buffer, buffer.dtype
         self.zero_copy = False
 
-    def work(self, transport: Transport | None = None, layout: SegmentTable | None = None) -> hooks.BucketWork:
+    def work(self, transport: Transport | None = None, layout: SegmentTable | None = None) -> BucketWork:
         """The gradients and the destination of the result, as hooks use them; see `gradwire.hooks._bucket.Bucket`.
 
         With zero-copy, these are the gradients themselves, or the buffer that they will be views of.
@@ -211,7 +211,7 @@ class DenseBucket(BucketBase):
         if self.as_view:
             target = self._flat
             source = target if self._gather_in_buffer() else source
-        return hooks.BucketWork(source, target, target.tensors[0])
+        return BucketWork(source, target, target.tensors[0])
 
     def empty_buffer(self) -> Tensor:
         """The flat buffer, uninitialized, for a hook to write the mean into, in place of the target of `work`."""
@@ -394,10 +394,10 @@ class DenseBucket(BucketBase):
         first = self._flat.tensors[0] if self.as_view else self._grads[0]
         is_in_target = result.data_ptr() == first.data_ptr() and result.numel() == first.numel()
         scale = self._scale if is_in_target else 1.0
-        results = self._grads if is_in_target and not self.as_view else self._views(result.reshape(-1))
-        for i, (name, result) in enumerate(zip(self._names, results, strict=True)):
-            if i not in self._taken_back and result.isfinite().all():
-                take_back(name, result / scale)
+        parts = self._grads if is_in_target and not self.as_view else self._views(result.reshape(-1))
+        for i, (name, part) in enumerate(zip(self._names, parts, strict=True)):
+            if i not in self._taken_back and part.isfinite().all():
+                take_back(name, part / scale)
 
     def _views(self, buffer: Tensor) -> list[Tensor]:
         """Views of a flat buffer in the shapes, strides and dtype of the gradients."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -52,6 +51,15 @@ def _mixed(x: Tensor) -> Tensor:
     return 2 * squares + x.sum()
 
 
+class Comparison(NamedTuple):
+    """A comparison of checksums in flight."""
+
+    sums: dict[str, Tensor]  # this rank's, by name
+    state_sums: dict[str, Tensor]  # those of the parts of the hook's state
+    extremes: Tensor  # the largest sums of any rank, then the complements of the smallest ones
+    wait: Callable[[], None]  # waits for the all-reduce
+
+
 class DriftCheck:
     """Compares what must be equal on all ranks, in one of ``every`` backwards.
 
@@ -71,7 +79,7 @@ class DriftCheck:
         """Count from zero: after an error, ranks may have counted differently."""
         self._n_backwards = 0
         self._buffers: dict[str, Tensor] = {}  # checksums
-        self._wait: Callable[[], None] | None = None  # waits for the all-reduce in flight
+        self._in_flight: Comparison | None = None
 
     @property
     def _is_due(self) -> bool:
@@ -93,37 +101,38 @@ class DriftCheck:
             return
         sums = {f"parameter {name}": checksum(each) for name, each in self._parameters().items()} | self._buffers
         sums[PASSES] = torch.tensor(n_passes)
-        self._sums = {name: each.to(device) for name, each in sums.items()}
-        self._state_sums = {}
+        sums = {name: each.to(device) for name, each in sums.items()}
+        state_sums: dict[str, Tensor] = {}
         if isinstance(hook_state, HookState):
             # One sum, because ranks may have different entries.
-            self._state_sums = {name: each.to(device) for name, each in _leaf_checksums(hook_state.replicated_state())}
-            names = torch.tensor(_as_int64(list(self._state_sums)), device=device)
-            self._sums[HOOK_STATE] = torch.stack([names, *self._state_sums.values()]).sum()
-        stacked = torch.stack(list(self._sums.values()))
-        self._extremes = torch.cat([stacked, ~stacked])  # the maximum of ~x is ~ the minimum of x
-        (work,) = transport.start(transport.all_reduce_max(self._extremes))
-        self._wait = partial(transport.wait, work)
+            state_sums = {name: each.to(device) for name, each in _leaf_checksums(hook_state.replicated_state())}
+            names = torch.tensor(_as_int64(list(state_sums)), device=device)
+            sums[HOOK_STATE] = torch.stack([names, *state_sums.values()]).sum()
+        stacked = torch.stack(list(sums.values()))
+        extremes = torch.cat([stacked, ~stacked])  # the maximum of ~x is ~ the minimum of x
+        wait = transport.launch(transport.all_reduce_max(extremes))
+        self._in_flight = Comparison(sums, state_sums, extremes, wait)
 
     def finish(self, group: dist.ProcessGroup, check: Callable[[], None]) -> None:
         """End the comparison, if one is in flight: RuntimeError, on every rank, if tensors differ. A collective call.
 
         ``check``, called while this rank waits for the others, raises if one of them has left.
         """
-        if self._wait is None:
+        if self._in_flight is None:
             return
-        self._wait()
-        self._wait = None
-        largest, smallest = self._extremes.view(2, -1)
-        differs = dict(zip(self._sums, (largest != ~smallest).tolist(), strict=True))
+        sums, state_sums, extremes, wait = self._in_flight
+        wait()
+        self._in_flight = None
+        largest, smallest = extremes.view(2, -1)
+        differs = dict(zip(sums, (largest != ~smallest).tolist(), strict=True))
         if not any(differs.values()):
             return
         if differs[PASSES]:
-            counts = gather_json(group, "check_every: passes", self._sums[PASSES].item(), check)
+            counts = gather_json(group, "check_every: passes", sums[PASSES].item(), check)
             raise RuntimeError(out_of_step(counts))
-        mine = {name: each for name, each in self._sums.items() if differs[name]}
+        mine = {name: each for name, each in sums.items() if differs[name]}
         if mine.pop(HOOK_STATE, None) is not None:
-            mine |= {f"{HOOK_STATE}, {name}": each for name, each in self._state_sums.items()}
+            mine |= {f"{HOOK_STATE}, {name}": each for name, each in state_sums.items()}
         shown = {name: f"checksum {each.item():x}" for name, each in list(mine.items())[: MAX_SHOWN + 1]}
         by_rank = gather_json(group, "check_every", shown, check)
         lines = format_differences(by_rank, range(group.size()))

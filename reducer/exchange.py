@@ -19,7 +19,7 @@ from gradwire.hooks.hook_state import HookState
 class Exchange:
     """This rank's part in the exchange of gradients on a process group.
 
-    After an error in a forward, a backward, a hook or the end of a backward, the rank *leaves* (`fail`): its peers get
+    After an error in a forward, a backward, a hook or the end of a backward, the rank *leaves* (`leave`): its peers get
     a notice, raise and leave too, and every forward raises until `resynchronize`. A backward that raised before its
     first gradient was ready has exchanged nothing, and training continues. See `gradwire.comm.connections` and
     docs/fault-handling.md.
@@ -123,7 +123,7 @@ class Exchange:
             if group is not self.process_group and any(now) and now != counts.get(group):
                 self.hook_groups.add(group)
 
-    def fail(self, step: int, cause: str, is_of_peer: bool = False) -> str | None:
+    def leave(self, step: int, cause: str, is_of_peer: bool = False) -> str | None:
         """Leave the exchange. Returns the error of another rank that left before this one.
 
         ``is_of_peer``: a connection has closed, so the notice of the rank that closed it is on its way.

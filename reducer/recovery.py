@@ -32,7 +32,7 @@ def resynchronize(
     buffers are broadcast in messages of about ``limit`` bytes.
     """
     exchange, group = reducer.exchange, reducer.exchange.process_group
-    reducer.leave(f"{CALL} was called")
+    reducer.leave_for_resynchronize(f"{CALL} was called")
     groups = {unique_name(each): each for each in (all_groups() if reducer.hook.has_groups else [group])}
     mine = {
         "from_rank": from_rank if from_rank is None or type(from_rank) is int else repr(from_rank),

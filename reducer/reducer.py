@@ -63,7 +63,10 @@ class Reducer:
     A step that fails is discarded: this rank leaves the exchange, see `Exchange`.
 
     Args:
+        exchange: this rank's part in the exchange with the other ranks.
         hook: reduces the buckets; may be replaced between two steps.
+        options: the parameters, and the sizes of their buckets.
+        watch: finds parameters that were replaced, added or unfrozen.
         drift: with ``check_every``.
         delayed: the gradients of the parameters that no bucket has.
         find_unused_parameters: whether a backward may leave parameters without a gradient. A parameter that no rank has
@@ -134,11 +137,11 @@ class Reducer:
         connections = self.exchange.connect()
         connections.check()
         if self.forward_is_running:
-            self._fail("the forward pass raised an exception")
+            self._leave("the forward pass raised an exception")
             connections.check()
         self._check_not_cast([0])
         if (name := self._watch.find_unknown()) is not None:
-            self._fail_and_raise(
+            self._leave_and_raise(
                 f"{name} was replaced, added or unfrozen after the model was wrapped. Its gradients would not be "
                 "averaged. Wrap the model again, or change it before you wrap it; load_state_dict without assign=True "
                 "keeps parameters. A parameter that each rank is to train by itself must be named in "
@@ -151,7 +154,7 @@ class Reducer:
     def _check_not_cast(self, indices: Sequence[int]) -> None:
         """Raise RuntimeError if parameters were cast or moved after wrapping, so that autograd drops their hooks."""
         if self._upcast_stream is None and (index := self._autograd_hooks.find_lost(indices)) is not None:
-            self._fail_and_raise(
+            self._leave_and_raise(
                 f"{self.options.names[index]} was cast to another dtype or moved to another device after the model was "
                 "wrapped. Its gradients would no longer be averaged. Cast or move a model before you wrap it."
             )
@@ -194,20 +197,20 @@ class Reducer:
     def _check_reducer_finalized(self) -> None:
         """Raise RuntimeError if the last backward left buckets incomplete."""
         if self._backward.phase is Phase.AGAIN:
-            self._fail("a further backward pass of a synchronized forward pass raised an exception")
+            self._leave("a further backward pass of a synchronized forward pass raised an exception")
             self.exchange.connections.check()
         if self._backward.phase is not Phase.REDUCING:
             return
         for index in self._autograd_hooks.recorded:  # parameters of buckets that never became complete
             self._backward.ready[index] = 1
         if self._backward.missing:
-            self._fail_and_raise(self._unfinished())
+            self._leave_and_raise(self._unfinished())
         if self.is_finalized_by_caller:
-            self._fail_and_raise(
+            self._leave_and_raise(
                 "finalize_backward() was not called for the last backward pass, whose gradients are not averaged. Call "
                 "it after every synchronized backward pass, or set require_manual_backward_finalization to False."
             )
-        self._fail("the backward pass raised an exception after all buckets were launched")
+        self._leave("the backward pass raised an exception after all buckets were launched")
         self.exchange.connections.check()
 
     @torch_internals.not_compiled
@@ -274,7 +277,7 @@ class Reducer:
         expected = self.static_calls[index]
         if calls[index] > expected:
             message = errors.GRAPH_CHANGED.format(name=self.options.names[index], index=index, calls=expected)
-            self._fail(f"{message}\n{self._unfinished()}")  # in PyTorch the next forward raises it
+            self._leave(f"{message}\n{self._unfinished()}")  # in PyTorch the next forward raises it
             raise RuntimeError(f"{message}\n{ADVICE}")
         return calls[index] == expected
 
@@ -282,7 +285,7 @@ class Reducer:
         """The first gradient of a further backward has come in."""
         if self._upcast_stream is not None or self._live_ranks is not None:
             feature = "join()" if self._upcast_stream is None else "mixed_precision"
-            self._fail_and_raise(
+            self._leave_and_raise(
                 "A second backward pass of one synchronized forward pass, or a backward pass of an earlier forward "
                 f"pass than the latest, cannot be averaged with {feature}. Call backward() once after each forward "
                 "pass: add up the losses, or use no_sync() for the forward passes whose gradients another one will "
@@ -350,7 +353,7 @@ class Reducer:
         for index in indices:
             if backward.ready[index]:
                 name = errors.pytorch_name(self.options.names[index])
-                self._fail_and_raise(errors.MARKED_TWICE.format(index=index, name=name))
+                self._leave_and_raise(errors.MARKED_TWICE.format(index=index, name=name))
             backward.ready[index] = 1
             n_pending[self._bucket_of[index]] -= 1
         while backward.n_launched < len(buckets) and n_pending[backward.n_launched] == 0:
@@ -507,17 +510,17 @@ class Reducer:
         has_timed_out = is_consequence and any(words in message.lower() for words in ("timeout", "timed out"))
         late = self.exchange.late_ranks() if has_timed_out else None
         told = message if late is None else f"{late} {message}"
-        elsewhere = self._fail(told, is_of_peer=is_consequence and "gloo" in message)
+        elsewhere = self._leave(told, is_of_peer=is_consequence and "gloo" in message)
         cause = late or elsewhere
         error.with_traceback(raised_in)  # without the frames that ask a failed future for its value
         is_included = cause is None or str(error) in cause or cause in str(error)
         if is_consequence and not is_included:
             raise RuntimeError(f"{cause}\n{ADVICE}\nOn this rank: {message}") from error
 
-    def _fail(self, cause: str, is_of_peer: bool = False) -> str | None:
+    def _leave(self, cause: str, is_of_peer: bool = False) -> str | None:
         """Leave the exchange and discard this step. Returns the error of another rank that left before this one."""
         self.error = cause
-        elsewhere = self.exchange.fail(self.times.iterations, cause, is_of_peer)
+        elsewhere = self.exchange.leave(self.times.iterations, cause, is_of_peer)
         if (take_back := self.hook.take_back) is not None:
             for bucket, result in zip(self.buckets, self._backward.take_values(), strict=False):  # none between steps
                 if result is not None:
@@ -529,8 +532,8 @@ class Reducer:
         self._begin(Phase.DONE)
         return elsewhere
 
-    def _fail_and_raise(self, message: str) -> NoReturn:
-        self._fail(message)
+    def _leave_and_raise(self, message: str) -> NoReturn:
+        self._leave(message)
         self._raise(f"{message}\n{ADVICE}")
 
     def _raise(self, message: str) -> NoReturn:
@@ -547,7 +550,13 @@ class Reducer:
         state = in_group(state, hook, self.exchange.process_group)
         take_back = state.memory.take_back if isinstance(state, HookState) else None
         self.hook = BucketHook(
-            hook, state, is_zero_copy(hook), True, not is_gradwire_hook(hook), is_replayable(hook), take_back
+            hook,
+            state,
+            is_zero_copy=is_zero_copy(hook),
+            is_registered=True,
+            has_groups=not is_gradwire_hook(hook),
+            can_replay=is_replayable(hook),
+            take_back=take_back,
         )
         for bucket in self.buckets:
             bucket.plans = None if bucket.plans is None else Plans()  # those of the default reduction
@@ -632,8 +641,7 @@ class Reducer:
     def _all_reduce(self, tensor: Tensor) -> None:
         """Sum a tensor over the ranks, in place, and wait for it."""
         transport = self.exchange.transport
-        (work,) = transport.start(transport.all_reduce(tensor))
-        transport.wait(work, self.exchange.check_in_step)
+        transport.launch(transport.all_reduce(tensor))(self.exchange.check_in_step)
 
     # Further methods of PyTorch's reducer.
 
@@ -678,10 +686,10 @@ class Reducer:
         self._begin(Phase.DONE)
         self.has_rebuilt_buckets = self._has_reduced = False
 
-    def leave(self, cause: str) -> None:
+    def leave_for_resynchronize(self, cause: str) -> None:
         """Leave the exchange unless this rank has left it. Nothing of this rank is in flight afterwards."""
         if self.exchange.connect().failure is None:
-            self._fail(cause)
+            self._leave(cause)
         if self._upcast_stream is not None:  # the failed backward has left copies in place of the parameters
             state = self.hook.state
             torch_internals.restore_parameters(state.ddp_weakref().module.parameters())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -55,8 +55,7 @@ class UsedParameters:
         passes = [n_passes if rank == transport.rank else 0 for rank in range(transport.world_size)]
         message = upload([*self.local, *passes], self._device).to(torch.int32)
         self.counts, self._passes = message.split([len(self.local), len(passes)])
-        (work,) = transport.start(transport.all_reduce(message))
-        self._wait = partial(transport.wait, work)
+        self._wait = transport.launch(transport.all_reduce(message))
         self._counts_on_host = None
 
     def check_passes(self) -> None:
@@ -78,8 +77,7 @@ class UsedParameters:
     def exchange_none(self, transport: GroupTransport) -> list[int]:
         """Take part in an exchange on a rank that uses no parameter. Returns the number of ranks that use each one."""
         message = torch.zeros(len(self.local) + transport.world_size, dtype=torch.int32, device=self._device)
-        (work,) = transport.start(transport.all_reduce(message))
-        transport.wait(work)
+        transport.launch(transport.all_reduce(message))()
         return message[: len(self.local)].tolist()
 
     def clear(self) -> None:
