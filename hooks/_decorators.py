@@ -46,6 +46,11 @@ def is_replayable(hook: Callable[..., object]) -> bool:
     return any(marked is hook for marked in _replayable_hooks)  # a hook need not be hashable
 
 
+def name_of(hook: object) -> str:
+    """The name of a hook, for reports and error messages."""
+    return str(getattr(hook, "__name__", "hook"))
+
+
 def described(value: object) -> str:
     """A value for an error message: short values in full, others by type."""
     if value is None or isinstance(value, str | int | float):
@@ -62,7 +67,7 @@ def check_process_group(value: object, argument: str = "process_group") -> None:
         )
 
 
-def _check_state(hook_name: str, state: object, kinds: tuple[type, ...]) -> None:
+def _refuse_state(hook_name: str, state: object, kinds: tuple[type, ...]) -> None:
     if dist.ProcessGroup in kinds:
         check_process_group(state, f"The state of {hook_name}")
         return
@@ -89,7 +94,7 @@ def ddp_hook(*kinds: type, wrapped: Callable[..., Any] | None = None) -> Callabl
         def checked(*arguments: Any, **named: Any) -> Any:
             state = arguments[0] if arguments else named.get(names[0])
             if kinds and not isinstance(state, kinds):
-                _check_state(checked.__name__, state, kinds)
+                _refuse_state(checked.__name__, state, kinds)
             bucket = arguments[1] if len(arguments) > 1 else named.get("bucket")
             if len(arguments) > len(names) or not (hasattr(bucket, "buffer") and hasattr(bucket, "parameters")):
                 raise TypeError(

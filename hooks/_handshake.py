@@ -57,10 +57,10 @@ class Settings(Protocol):
     hook_name: str
     telemetry: Any
 
-    def _settings(self) -> dict[str, object]:
+    def _compared_options(self) -> dict[str, object]:
         """The hook's name and options."""
 
-    def _replicated(self) -> dict[str, object]:
+    def _handshake_facts(self) -> dict[str, object]:
         """Further values to compare."""
 
     def _apply_settings(self, settings: dict[str, object]) -> None:
@@ -111,7 +111,7 @@ class Handshake:
             group = _chosen_group(bucket, process_group)
         if bucket.note_use is not None:
             bucket.note_use(state, group)
-        connections, own, telemetry = connections_of(group), state._settings(), state.telemetry
+        connections, own, telemetry = connections_of(group), state._compared_options(), state.telemetry
         settings = own if telemetry is None else {**own, **telemetry.settings()}
         agreements = self._agreed.setdefault(group, {})
         agreement = agreements.get(state.hook_name)
@@ -128,7 +128,7 @@ class Handshake:
         facts = {
             **settings,
             "loaded since the last handshake": again and self.is_loaded_anew,
-            **state._replicated(),
+            **state._handshake_facts(),
             "names of its parameters": f"{names[0]} and so on, digest {digest(names)}" if names else "not needed",
             "bucket": f"{bucket.position}, the last" if bucket.is_final else bucket.position,
             kind: f"{bucket.dtype} on {bucket.device.type}",

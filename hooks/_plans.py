@@ -168,7 +168,7 @@ class _Entry:
             return False
         agreement = self._agreement
         return agreement is None or (
-            agreement.token is self.token.agreement and agreement.settings == settings._settings()
+            agreement.token is self.token.agreement and agreement.settings == settings._compared_options()
         )
 
     def refresh(self, work: BucketWork, number: int) -> None:

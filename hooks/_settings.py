@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from gradwire.comm.torch_internals import default_group, is_initialized_group
 from gradwire.compress._validation import check_whole_number
 from gradwire.hooks._bucket import Bucket
-from gradwire.hooks._decorators import check_process_group, is_gradwire_hook
+from gradwire.hooks._decorators import check_process_group, is_gradwire_hook, name_of
 from gradwire.hooks._handshake import Handshake, check_same_ranks
 from gradwire.hooks._memory import StateMemory
 from gradwire.hooks._names import ParameterNames, registered_wrappers
@@ -41,6 +41,7 @@ class HookSettings:
         steps: the number of steps; None if the hook counts none.
     """
 
+    _serves_one_model = False  # a state that does may take the model's process group
     telemetry: Telemetry | None = None
     names: ParameterNames | None = None
     memory: StateMemory | None = None
@@ -68,11 +69,11 @@ class HookSettings:
     def _group(self) -> dist.ProcessGroup:
         return self._process_group or default_group()
 
-    def _settings(self) -> dict[str, object]:
+    def _compared_options(self) -> dict[str, object]:
         """The hook's name and options, as plain values. Every bucket compares them, so this must be cheap."""
         return {"hook": self.hook_name}
 
-    def _replicated(self) -> dict[str, object]:
+    def _handshake_facts(self) -> dict[str, object]:
         """Further values that a handshake compares: counters, and digests of loaded memory."""
         return {}
 
@@ -174,7 +175,7 @@ def check_pairing(state: object, hook: Callable[..., Any]) -> None:
     """Raise TypeError for a hook of PyTorch's with a state of gradwire's."""
     module = getattr(hook, "__module__", None) or ""
     if module.startswith(_PYTORCHS_HOOKS) and isinstance(state, HookSettings):
-        name, kind = getattr(hook, "__name__", "hook"), type(state)
+        name, kind = name_of(hook), type(state)
         raise TypeError(
             f"{name} is from PyTorch, but its state is gradwire's {kind.__name__}, which PyTorch's hook cannot use. "
             f"Import the hook from gradwire too: from {kind.__module__} import {name}."
@@ -206,6 +207,6 @@ def in_group(state: Any, hook: Callable[..., Any], group: dist.ProcessGroup) -> 
         check_same_ranks(chosen, group, "hook's process group")
     if not has_group:
         return group
-    if state.names is not None:
+    if state._serves_one_model:
         follow_model(state, group)
     return state

@@ -15,9 +15,9 @@ from gradwire.compress._validation import check_keywords
 from gradwire.hooks._bucket import Bucket, GradBucket, tensor_in
 from gradwire.hooks._decorators import CommHook, ddp_hook, replayable, zero_copy
 from gradwire.hooks._plans import replayed
+from gradwire.hooks._quantized_reduction import check_local_size, quantized_reduction
 from gradwire.hooks._reduction import all_reduce_on_cpu, reduce_bucket
 from gradwire.hooks._settings import HookSettings, settings_of
-from gradwire.hooks.quantization_hooks import check_local_size, quantized_reduction
 
 __all__ = [
     "CastState",
@@ -83,7 +83,7 @@ class CastState(HookSettings):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(None, **state)  # type: ignore[misc]
 
-    def _settings(self) -> dict[str, object]:
+    def _compared_options(self) -> dict[str, object]:
         """The hook's name, and how it sums."""
         return {"hook": self.hook_name, "accumulate": self.accumulate, "local_size": self.local_size}
 

@@ -65,7 +65,7 @@ def hook_for(kind: type["HookState"]) -> Callable[[Hook], Hook]:
 
 
 @functools.cache
-def _compared_options(kind: type, local: frozenset[str]) -> tuple[tuple[str, ...], Callable[[Any], tuple[Any, ...]]]:
+def _options_reader(kind: type, local: frozenset[str]) -> tuple[tuple[str, ...], Callable[[Any], tuple[Any, ...]]]:
     """The names of the options that must be equal on all ranks, and a function that returns their values."""
     names = tuple(each.name for each in fields(kind) if each.name not in local)
     # With a single name, attrgetter returns the value itself, not a tuple.
@@ -105,6 +105,7 @@ class HookState(HookSettings):
 
     local_options: ClassVar[frozenset[str]] = frozenset()
     compiles_early: ClassVar[bool] = False
+    _serves_one_model = True
     names: ParameterNames
     memory: StateMemory
     steps: StepCount
@@ -248,11 +249,11 @@ class HookState(HookSettings):
     def _begin_step(self) -> None:
         """Begin a step, after the one before."""
         if self.steps.is_open:
-            self.end_open_step()
+            self._end_open_step()
         if self.memory.scaler is not None:
             self.memory.match_scale()
 
-    def end_open_step(self) -> None:
+    def _end_open_step(self) -> None:
         """End a step whose last bucket was skipped or went to another hook."""
         if self.steps.is_open:
             self._count_step()
@@ -265,12 +266,12 @@ class HookState(HookSettings):
 
     # Options.
 
-    def _settings(self) -> dict[str, object]:
+    def _compared_options(self) -> dict[str, object]:
         """The hook and its options, which must be equal on all ranks."""
         if self.options is None:
             return {"hook": self.hook_name}
         kind: type = type(self.options)
-        names, values = _compared_options(kind, self.local_options)
+        names, values = _options_reader(kind, self.local_options)
         return {"hook": self.hook_name, **dict(zip(names, values(self.options), strict=True))}
 
     def _apply_settings(self, settings: dict[str, object]) -> None:
@@ -446,7 +447,7 @@ class HookState(HookSettings):
         self._counts = {entry: list(saved[entry]) for entry in self._counts}
         self.iter = saved["iter"]
 
-    def _replicated(self) -> dict[str, object]:
+    def _handshake_facts(self) -> dict[str, object]:
         """The number of steps; after a load also numbers of tensors, and digests of those equal on all ranks."""
         return {"iter": self.iter, **(self.memory.loaded_facts() if self.handshake.is_loaded_anew else {})}
 
@@ -491,14 +492,14 @@ def option_values(options: Any) -> dict[str, Any]:
     return {each.name: getattr(options, each.name) for each in fields(options)} if options is not None else {}
 
 
-def share_hook_state(state: HookState, transport: GroupTransport, source: int, rank: int, device: torch.device) -> None:
+def share_hook_state(state: HookState, transport: GroupTransport, source: int, device: torch.device) -> None:
     """Load the replicated part of the hook state of rank ``source`` on every rank. A collective call."""
     saved = io.BytesIO()
-    if rank == source:
+    if transport.rank == source:
         torch.save(state.replicated_state(), saved)
     size = torch.tensor([saved.tell()], device=device)
     transport.wait(transport.broadcast(size, source))
-    content = bytearray(saved.getvalue() if rank == source else int(size))
+    content = bytearray(saved.getvalue() if transport.rank == source else int(size))
     message = torch.frombuffer(content, dtype=torch.uint8)  # shares the memory of `content`
     sent = message.to(device)
     transport.wait(transport.broadcast(sent, source))

@@ -258,9 +258,9 @@ class PowerSGDState(HookState):
 
         def __setattr__(self, name: str, value: Any) -> None: ...
 
-    def _replicated(self) -> dict[str, object]:
+    def _handshake_facts(self) -> dict[str, object]:
         """The factors, too, if `alternating` sends one side only."""
-        return super()._replicated() | (self.memory.digests() if self.options.alternating else {})
+        return super()._handshake_facts() | (self.memory.digests() if self.options.alternating else {})
 
     def _needs_names(self) -> str | None:
         """Patterns in the options need names; see `HookState`."""

@@ -12,27 +12,25 @@ from dataclasses import dataclass, fields
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.futures import Future
 
-from gradwire.comm import Algorithm, Transport
-from gradwire.compress import (
-    NodeBucket,
-    Quantization,
-    QuantizedBucket,
-    WirePolicy,
-    repeatable,
-)
+from gradwire.comm import Transport
+from gradwire.compress import NodeBucket, QuantizedBucket, WirePolicy
 from gradwire.compress._validation import check_keywords, check_whole_number
 from gradwire.compress.memory import MemoryByName
 from gradwire.compress.policy import DEFAULT_EXEMPT, check_block_size
-from gradwire.hooks._bucket import Bucket, GradBucket
+from gradwire.hooks._bucket import GradBucket
 from gradwire.hooks._decorators import ddp_hook, replayable
 from gradwire.hooks._memory import ERRORS
-from gradwire.hooks._plans import replayed
-from gradwire.hooks._reduction import reduce_bucket
-from gradwire.hooks._settings import HookSettings, settings_of
-from gradwire.hooks.hook_state import HookState, Memory, Step, hook_for
-from gradwire.kernels import WIRE_FORMATS, as_real, layout_in_dtype
+from gradwire.hooks._quantized_reduction import (
+    bucket_kind,
+    check_local_size,
+    quantized,
+    quantized_reduction,
+    ranks_on_node,
+)
+from gradwire.hooks._settings import settings_of
+from gradwire.hooks.hook_state import HookState, Memory, hook_for
+from gradwire.kernels import as_real, layout_in_dtype
 
 __all__ = ["QuantizationState", "quantization_hook", "quantization_perchannel_hook", "quantization_pertensor_hook"]
 
@@ -52,28 +50,6 @@ class QuantizationOptions(WirePolicy):
         super().__post_init__()
         check_whole_number("start_iter", self.start_iter, "a whole number of steps, at least 0", 0)
         check_local_size(self.local_size)
-
-
-def check_local_size(value: object) -> None:
-    """Raise ValueError unless ``value`` is "auto" or a number of ranks."""
-    if value != "auto":
-        check_whole_number("local_size", value, "'auto', or the number of ranks on each node, at least 1", 1)
-
-
-def ranks_on_node(local_size: int | str, transport: Transport) -> int:
-    """The number of consecutive ranks on each node, which divides the world size; that which they found for "auto"."""
-    size = transport.local_size if isinstance(local_size, str) else local_size
-    if transport.world_size % size != 0:
-        raise ValueError(
-            f"local_size is {size}, but {transport.world_size} ranks exchange gradients; expected a divisor of that "
-            "number: every node has equally many ranks. Pass 'auto', or 1 to exchange among all ranks directly."
-        )
-    return size
-
-
-def bucket_kind(options: Quantization) -> type[QuantizedBucket] | type[NodeBucket]:
-    """The class of buckets that are averaged among all ranks directly, or on nodes of several ranks."""
-    return NodeBucket if options.local_size > 1 else QuantizedBucket
 
 
 class QuantizationState(HookState):
@@ -204,12 +180,7 @@ def quantization_hook(state: QuantizationState, bucket: GradBucket) -> torch.fut
     Raises:
         ValueError: the state belongs to another model, or a pattern in ``wires`` matches no parameter.
     """
-    return state.run(bucket, _quantized)
-
-
-@repeatable
-def _quantized(step: Step) -> Algorithm[None]:
-    return step.memory.all_reduce(step)  # type: ignore[no-any-return]
+    return state.run(bucket, quantized)
 
 
 @replayable
@@ -257,28 +228,3 @@ def quantization_perchannel_hook(
     check_block_size("bucket_size", bucket_size)
     settings = settings_of(f"quantization_perchannel_hook, {bucket_size}")
     return quantized_reduction(process_group, bucket, "int8", bucket_size, "auto", settings)
-
-
-def quantized_reduction(
-    process_group: dist.ProcessGroup | None,
-    bucket: GradBucket,
-    wire: str,
-    block_size: int,
-    local_size: int | str,
-    settings: HookSettings,
-) -> Future[torch.Tensor]:
-    """Average a bucket in a format of `WIRE_FORMATS`, with sums in fp32 and without memory; see `QuantizationState`."""
-    adapted = Bucket.of(bucket)
-    connections = settings.handshake.agree(settings, adapted, process_group)
-    if (future := replayed(settings, adapted, connections, _quantized)) is not None:
-        return future
-    if adapted.is_sparse:
-        return reduce_bucket(connections, adapted, _quantized, settings)
-    transport = connections.executor(adapted.device).transport
-    buckets, n_local = adapted.kept_layouts(transport), ranks_on_node(local_size, transport)
-    key = (wire, block_size, n_local, adapted.dtype, *adapted.layouts)
-    if key not in buckets:
-        formats = [WIRE_FORMATS[wire]] * len(adapted.layouts)
-        options = Quantization(block_size=block_size, error_dtype=None, local_size=n_local)
-        buckets[key] = bucket_kind(options)(adapted.real_layouts(), formats, transport, options)
-    return reduce_bucket(connections, adapted, _quantized, settings, memory=buckets[key])

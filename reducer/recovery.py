@@ -59,7 +59,7 @@ def resynchronize(
             broadcast_coalesced(tensors, exchange.transport, limit, source)
         state = reducer.hook.state
         if isinstance(state, HookState) and state not in exchange.hook_states:
-            share_hook_state(state, exchange.transport, source, group.rank(), exchange.device)
+            share_hook_state(state, exchange.transport, source, exchange.device)
         source = dist.get_global_rank(group, source)
         for name, facts in facts_of.items():
             if name in groups:
@@ -89,7 +89,7 @@ def _share_states_in_hook(
     for state, names in zip(exchange.states_on(group), zip(*hooks_by_rank, strict=False), strict=False):
         if len(set(names)) == 1:
             transport = connections_of(group).transport(CALL, exchange.device)
-            share_hook_state(state, transport, first, group.rank(), exchange.device)
+            share_hook_state(state, transport, first, exchange.device)
 
 
 def _check_source(ranks: Sequence[Any]) -> None:

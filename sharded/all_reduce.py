@@ -15,11 +15,11 @@ from gradwire.comm.connections import has_streams
 from gradwire.comm.transport import wait_for
 from gradwire.compress import Gradients
 from gradwire.hooks._bucket import Bucket, BucketWork, tensor_in
-from gradwire.hooks._decorators import CommHook, is_zero_copy
+from gradwire.hooks._decorators import CommHook, is_zero_copy, name_of
 from gradwire.hooks._names import plain_name
 from gradwire.hooks.hook_state import HookState
 from gradwire.kernels import SegmentTable
-from gradwire.sharded.exchange import ShardedExchange, name_of
+from gradwire.sharded.exchange import ShardedExchange
 from gradwire.sharded.torch_internals import ParameterGroup
 
 

@@ -12,14 +12,14 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from gradwire.hooks._decorators import CommHook
+from gradwire.hooks._decorators import CommHook, name_of
 from gradwire.hooks._names import check_patterns
 from gradwire.hooks._settings import HookSettings, check_pairing, in_group
 from gradwire.hooks.hook_state import HookState, option_values
 from gradwire.kernels import WIRE_FORMATS
 from gradwire.sharded import checkpoint
 from gradwire.sharded.all_reduce import ReplicaGroup, shard_layouts
-from gradwire.sharded.exchange import ShardedExchange, name_of
+from gradwire.sharded.exchange import ShardedExchange
 from gradwire.sharded.recovery import resynchronize
 from gradwire.sharded.reduce_scatter import QuantizedReduceScatter, ReduceScatterOptions
 from gradwire.sharded.torch_internals import ParameterGroup, parameter_groups
@@ -189,7 +189,7 @@ def attach(
             layouts |= shard_layouts(group.parameters, group.reduced_dtype(), group.device)
     averaged = [[name for name in group.trainable() or {} if name in layouts] for group in replicated]
     n_averages = sum(map(bool, averaged))
-    step_ends = [state.end_open_step] if isinstance(state, HookState) else []
+    step_ends = [state._end_open_step] if isinstance(state, HookState) else []
     exchange = ShardedExchange(
         process_groups, groups[0].device, {"hook": "attach", **settings}, n_averages=n_averages, step_ends=step_ends
     )

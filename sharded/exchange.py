@@ -21,11 +21,6 @@ from gradwire.sharded.torch_internals import ParameterGroup
 logger = logging.getLogger("gradwire.sharded")
 
 
-def name_of(hook: object) -> str:
-    """The name of a hook, for reports and error messages."""
-    return str(getattr(hook, "__name__", "hook"))
-
-
 class ShardedExchange:
     """Which backward of a model runs, and whether a compressed exchange has failed in it.
 
@@ -216,8 +211,8 @@ class ShardedExchange:
         for group in list(self._unapplied):
             if not group.holds_partial_sums():
                 del self._unapplied[group]
-        for step_ends in self.step_ends:
-            step_ends()
+        for callback in self.step_ends:
+            callback()
 
     def restart(self) -> None:
         """Discard the step that an error has ended."""

@@ -63,7 +63,7 @@ def resynchronize(
     if isinstance(state, HookState) and replicas is not None:
         try:
             transport = connections_of(replicas).transport(CALL, exchange.device)
-            share_hook_state(state, transport, 0, replicas.rank(), exchange.device)
+            share_hook_state(state, transport, 0, exchange.device)
         except BaseException as error:
             exchange.leave(f"{CALL} failed on rank {dist.get_rank()}: {error}")
             raise

@@ -134,21 +134,21 @@ def test_options_that_exclude_each_other_raise(options, message):
 
 def test_assigned_option_applies_to_policy_and_settings():
     state = PowerSGDState(None, ranks={"a": 1})
-    before = state._settings()
+    before = state._compared_options()
     state.matrix_approximation_rank = 5
     state.ranks["b"] = 3
     assert state.options.policy.rank == state.options.matrix_approximation_rank == 5
     assert state.options.policy.ranks == {"a": 1, "b": 3}
-    assert state._settings() == before | {"matrix_approximation_rank": 5, "ranks": {"a": 1, "b": 3}}
+    assert state._compared_options() == before | {"matrix_approximation_rank": 5, "ranks": {"a": 1, "b": 3}}
 
 
 @pytest.mark.parametrize(("name", "value"), [("matrix_approximation_rank", 0), ("warm_start", 1), ("ranks", {"a": -1})])
 def test_assigned_option_out_of_range_raises_and_changes_nothing(name, value):
     state = PowerSGDState(None)
-    before = state._settings()
+    before = state._compared_options()
     with pytest.raises(ValueError, match=name):
         setattr(state, name, value)
-    assert state._settings() == before
+    assert state._compared_options() == before
 
 
 # --- statistics
