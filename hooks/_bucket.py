@@ -135,6 +135,29 @@ class Bucket:
         return [layout_in_dtype(as_real(gradient_layout(each)), self.dtype) for each in self.parameters()]
 
 
+class OwnBucket(Bucket):
+    """A bucket of gradwire's, with the part of ``torch.distributed.GradBucket`` that needs no gradients."""
+
+    _parameters: list[torch.Tensor]
+    _names: list[str]
+
+    def index(self) -> int:
+        """Position in the order of launch."""
+        return self.position
+
+    def is_last(self) -> bool:
+        """Whether this is the last bucket that is launched in this backward."""
+        return self.is_final
+
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters, in the order of their gradients; of a sharded model, tensors in the layouts of its shards."""
+        return self._parameters
+
+    def parameter_names(self) -> list[str]:
+        """The names of `parameters`, as in ``module.named_parameters()``."""
+        return self._names
+
+
 class TorchBucket(Bucket):
     """A bucket of PyTorch's DDP, in one backward."""
 

@@ -16,7 +16,7 @@ from torch.futures import Future
 from gradwire.comm import Transport
 from gradwire.comm.stream_executor import Handle
 from gradwire.compress import Gradients, Step, cast_all_reduce, repeatable
-from gradwire.hooks._bucket import Bucket, BucketWork
+from gradwire.hooks._bucket import BucketWork, OwnBucket
 from gradwire.hooks._names import plain_name
 from gradwire.hooks._plans import Plans
 from gradwire.hooks._reduction import reduce_bucket
@@ -55,8 +55,8 @@ class BucketHook(NamedTuple):
     take_back: TakeBack | None = None  # adds a sent but unapplied gradient to the error memory
 
 
-class BucketBase(Bucket):
-    """The part of ``torch.distributed.GradBucket`` that dense and sparse buckets have in common."""
+class BucketBase(OwnBucket):
+    """What dense and sparse buckets have in common."""
 
     def __init__(self, spec: BucketSpec) -> None:
         self._spec = spec
@@ -72,22 +72,6 @@ class BucketBase(Bucket):
         self.model_parameters = spec.model_parameters
         self.launch_range = f"gradwire::launch bucket {spec.index}"  # name of a profiler range
         self.stand_ins: list[int] = []  # positions of the parameters without a gradient on this rank in this backward
-
-    def index(self) -> int:
-        """Position in the order of launch."""
-        return self.position
-
-    def is_last(self) -> bool:
-        """Whether this is the last bucket that is launched in this backward."""
-        return self.is_final
-
-    def parameters(self) -> list[Tensor]:
-        """The parameters, in the order of their gradients in the buffer."""
-        return self._parameters
-
-    def parameter_names(self) -> list[str]:
-        """The names of `parameters`, as in ``module.named_parameters()``."""
-        return self._names
 
     def collect(
         self, zero_copy: bool, unused: Sequence[int], shared: Collection[int] = (), incoming: Tensor | None = None

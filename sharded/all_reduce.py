@@ -14,7 +14,7 @@ from gradwire.comm import Transport, connections_of
 from gradwire.comm.connections import has_streams
 from gradwire.comm.transport import wait_for
 from gradwire.compress import Gradients
-from gradwire.hooks._bucket import Bucket, BucketWork, tensor_in
+from gradwire.hooks._bucket import BucketWork, OwnBucket, tensor_in
 from gradwire.hooks._decorators import CommHook, is_zero_copy, name_of
 from gradwire.hooks._names import plain_name
 from gradwire.hooks.hook_state import HookState
@@ -34,7 +34,7 @@ def shard_layouts(parameters: Mapping[str, Any], dtype: torch.dtype, device: tor
     return layouts
 
 
-class ShardBucket(Bucket):
+class ShardBucket(OwnBucket):
     """The bucket that a hook gets: this rank's shards of the gradients of one parameter group.
 
     It is to FSDP2 what `gradwire.reducer.bucket.DenseBucket` is to gradwire's DDP. FSDP2 has collected the gradients in
@@ -61,21 +61,21 @@ class ShardBucket(Bucket):
         model_layouts: Mapping[str, Tensor],
     ) -> None:
         layouts = shard_layouts(parameters, dtype, device)
-        self._names, self._layouts = list(layouts), list(layouts.values())
+        self._names, self._parameters = list(layouts), list(layouts.values())
         self.numel = 0
         self._offsets: list[int] = []
         for name, parameter in parameters.items():
             if name in layouts:
                 self._offsets.append(self.numel)
             self.numel += parameter.padded_sharded_param_size.numel()
-        self._table = SegmentTable(self._layouts)
+        self._table = SegmentTable(self._parameters)
         self._flat: Tensor | None = None
         self._replaced: Tensor | None = None  # the tensor that a hook passed to `set_buffer`
         self.position, self.is_first, self.is_final, self.zero_copy = 0, True, False, True
         self.device, self.dtype, self.process_group = device, dtype.to_real(), replicas
         self.names = tuple(map(plain_name, self._names))
         self.first, self.model_parameters = model_layouts[self._names[0]], list(model_layouts.values())
-        self.layouts = [(layout.shape, layout.stride()) for layout in self._layouts]
+        self.layouts = [(layout.shape, layout.stride()) for layout in self._parameters]
 
     def collect(self, flat: Tensor, position: int, is_last: bool, zero_copy: bool) -> None:
         """Hold the gradients of a backward, the bucket number ``position`` of it."""
@@ -86,22 +86,6 @@ class ShardBucket(Bucket):
         """Drop the gradients."""
         self._flat = self._replaced = None
 
-    def index(self) -> int:
-        """Position in the order of this backward."""
-        return self.position
-
-    def is_last(self) -> bool:
-        """Whether all parameter groups have reduced their gradients."""
-        return self.is_final
-
-    def parameters(self) -> list[Tensor]:
-        """Tensors in the layouts of the shards, without memory."""
-        return self._layouts
-
-    def parameter_names(self) -> list[str]:
-        """Fully qualified parameter names."""
-        return self._names
-
     def gradients(self) -> list[Tensor]:
         """One view of `buffer` per parameter."""
         buffer = self.buffer()
@@ -111,7 +95,7 @@ class ShardBucket(Bucket):
         """One view of a flat tensor per parameter."""
         return [
             flat.as_strided(layout.shape, layout.stride(), flat.storage_offset() + offset)
-            for layout, offset in zip(self._layouts, self._offsets, strict=True)
+            for layout, offset in zip(self._parameters, self._offsets, strict=True)
         ]
 
     def buffer(self) -> Tensor:
@@ -141,7 +125,7 @@ class ShardBucket(Bucket):
 
     def empty_buffer(self) -> Tensor:
         """A flat tensor for the mean, without padding."""
-        return torch.empty(self._table.numel, dtype=self._layouts[0].dtype, device=self.device)
+        return torch.empty(self._table.numel, dtype=self._parameters[0].dtype, device=self.device)
 
     def finish(self, result: Tensor) -> None:
         """Write a hook's result into the flat tensor, unless the hook has."""

@@ -180,39 +180,20 @@ def attach(
         check_patterns(state.options, names)
     settings = {name: str(value) for name, value in option_values(options).items()}
     process_groups = [each for group in groups for each in group.process_groups()]
-    replicas = next((group.replicas for group in replicated), None)
-    layouts: dict[str, torch.Tensor] = {}
-    if averages:
-        assert hook is not None and replicas is not None
-        state = in_group(state, hook, replicas)
-        for group in replicated:
-            layouts |= shard_layouts(group.parameters, group.reduced_dtype(), group.device)
-    averaged = [[name for name in group.trainable() or {} if name in layouts] for group in replicated]
-    n_averages = sum(map(bool, averaged))
-    step_ends = [state._end_open_step] if isinstance(state, HookState) else []
-    exchange = ShardedExchange(
-        process_groups, groups[0].device, {"hook": "attach", **settings}, n_averages=n_averages, step_ends=step_ends
-    )
+    exchange = ShardedExchange(process_groups, groups[0].device, {"hook": "attach", **settings})
     report = []
     if averages:
+        replicas = replicated[0].replicas
         assert hook is not None and replicas is not None
-        for group in replicated:
-            group.replace_replicas(ReplicaGroup(group, state, hook, exchange, layouts))
-        if isinstance(state, HookState):
-            # A pattern may match only parameters that are not compressed, or of which this rank has no rows.
-            empty = {name: torch.empty(0, device=group.device) for group in replicated for name in group.parameters}
-            state.names.bind_layouts(empty | {name: layouts[name] for names in averaged for name in names})
-        report.append(
-            f"{name_of(hook)} compresses the all-reduce of {n_averages} parameter groups between "
-            f"{replicas.size()} replicas"
-        )
+        state = in_group(state, hook, replicas)
+        line = _attach_average(replicated, state, hook, exchange)
+        report.append(f"{line} between {replicas.size()} replicas")
     if options is not None:
-        report.append(_attach_to_shards(scattered, options, exchange))
+        report.append(_attach_scatter(scattered, options, exchange))
     plain = ["the reduce-scatter"] if scattered and options is None else []
     if replicated and not averages:
         plain.append("the all-reduce between replicas")
-    elif n_averages < len(replicated):
-        left = len(replicated) - n_averages
+    elif (left := len(replicated) - exchange.n_averages) > 0:
         plain.append(f"{left} parameter groups of several dtypes or without gradients")
     if plain:
         report.append(f"plain: {', '.join(plain)}")
@@ -266,7 +247,24 @@ def _check_groups(model: nn.Module, groups: Sequence[ParameterGroup], averages: 
         )
 
 
-def _attach_to_shards(
+def _attach_average(replicated: Sequence[ParameterGroup], state: Any, hook: CommHook, exchange: ShardedExchange) -> str:
+    """Average parameter groups between replicas with a hook; returns the begin of a line of the report."""
+    layouts: dict[str, torch.Tensor] = {}
+    for group in replicated:
+        layouts |= shard_layouts(group.parameters, group.reduced_dtype(), group.device)
+    averaged = [[name for name in group.trainable() or {} if name in layouts] for group in replicated]
+    exchange.n_averages = sum(map(bool, averaged))
+    for group in replicated:
+        group.replace_replicas(ReplicaGroup(group, state, hook, exchange, layouts))
+    if isinstance(state, HookState):
+        exchange.step_ends.append(state._end_open_step)
+        # A pattern may match only parameters that are not compressed, or of which this rank has no rows.
+        empty = {name: torch.empty(0, device=group.device) for group in replicated for name in group.parameters}
+        state.names.bind_layouts(empty | {name: layouts[name] for names in averaged for name in names})
+    return f"{name_of(hook)} compresses the all-reduce of {exchange.n_averages} parameter groups"
+
+
+def _attach_scatter(
     scattered: Sequence[ParameterGroup], options: ReduceScatterOptions, exchange: ShardedExchange
 ) -> str:
     """Quantize the reduce-scatter of parameter groups; returns a line of the report."""

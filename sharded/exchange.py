@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 
@@ -39,27 +39,19 @@ class ShardedExchange:
         groups: the process groups of shards, of replicas and of tensor parallel ranks, in the same order on all ranks.
         device: device of the gradients. Parameters may be offloaded to another one.
         settings: settings that must be equal on all ranks, with the name of the ``hook``.
-        n_averages: number of parameter groups that a hook averages between replicas in a whole step.
-        step_ends: called at the end of every backward that has raised no error.
 
     Attributes:
         groups: the process groups.
         device: device of the gradients.
+        n_averages: number of parameter groups that a hook averages between replicas in a whole step.
         n_steps: number of backwards that have raised no error.
-        step_ends: the list of these functions, to which `Attachment.step_ends` may add.
+        step_ends: functions that are called at the end of each of them.
     """
 
-    def __init__(
-        self,
-        groups: Iterable[dist.ProcessGroup],
-        device: torch.device,
-        settings: Mapping[str, str],
-        n_averages: int = 0,
-        step_ends: Sequence[Callable[[], None]] = (),
-    ) -> None:
-        self.groups, self.device = list(dict.fromkeys(groups)), device
-        self.n_steps, self.step_ends = 0, list(step_ends)
-        self._settings, self._n_averages = settings, n_averages
+    def __init__(self, groups: Iterable[dist.ProcessGroup], device: torch.device, settings: Mapping[str, str]) -> None:
+        self.groups, self.device, self._settings = list(dict.fromkeys(groups)), device, settings
+        self.n_averages = self.n_steps = 0
+        self.step_ends: list[Callable[[], None]] = []
         self._averaged: list[ParameterGroup] = []  # by a hook, in this backward
         # The exchanges in flight: process group, name, and the function that waits for the result.
         self._awaited: dict[ParameterGroup, tuple[dist.ProcessGroup, str, Callable[[], None]]] = {}
@@ -92,7 +84,7 @@ class ShardedExchange:
     def begin_average(self, parameters: ParameterGroup) -> tuple[int, bool]:
         """Note that a hook averages the parameter group; returns its position in this backward, and if it is last."""
         self._averaged.append(parameters)
-        return len(self._averaged) - 1, len(self._averaged) == self._n_averages
+        return len(self._averaged) - 1, len(self._averaged) == self.n_averages
 
     def attempt(self, group: dist.ProcessGroup, name: str, exchange: Callable[[], None]) -> bool:
         """Call ``exchange``, which exchanges gradients between the ranks of ``group``, unless this backward has failed.

@@ -271,7 +271,8 @@ def test_error_of_the_users_on_all_ranks_is_forgotten():
 @on_ranks(2)
 def test_backward_that_the_user_has_failed_is_no_step_and_one_inside_of_another_begins_none():
     group, taken, callbacks = dist.new_group(), [], []
-    exchange = ShardedExchange([group], torch.device("cpu"), {"hook": "test"}, step_ends=[lambda: taken.append("end")])
+    exchange = ShardedExchange([group], torch.device("cpu"), {"hook": "test"})
+    exchange.step_ends.append(lambda: taken.append("end"))
 
     def begin(backward):
         with (
