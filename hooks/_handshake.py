@@ -18,7 +18,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -51,22 +51,6 @@ _ON_SOME_RANKS = (
 _UNCHANGED = "Nothing was sent; gradients, parameters and states are as they were."
 
 
-class Settings(Protocol):
-    """What a handshake reads of a hook state; see `HookSettings`."""
-
-    hook_name: str
-    telemetry: Any
-
-    def _compared_options(self) -> dict[str, object]:
-        """The hook's name and options."""
-
-    def _handshake_facts(self) -> dict[str, object]:
-        """Further values to compare."""
-
-    def _apply_settings(self, settings: dict[str, object]) -> None:
-        """Apply settings that all ranks have agreed on."""
-
-
 class Handshake:
     """The process groups that have agreed on the settings of a hook, for the models of each."""
 
@@ -90,11 +74,12 @@ class Handshake:
         return self._agreed.get(group, {}).get(hook)
 
     def agree(
-        self, state: Settings, bucket: Bucket, process_group: dist.ProcessGroup | None, names: Sequence[str] = ()
+        self, state: Any, bucket: Bucket, process_group: dist.ProcessGroup | None, names: Sequence[str] = ()
     ) -> Connections:
         """Compare the settings of ``state`` with the other ranks, once per model; returns the connections to them.
 
-        Every hook calls it first. ``names``: parameter names of the bucket, if the hook needs them.
+        Every hook calls it first. ``state`` is a `HookSettings`; ``names`` are those of the bucket's parameters, if the
+        hook needs them.
 
         Without ``process_group``, that is the DistributedDataParallel's. PyTorch's does not name it: there it is the
         default group, which must have the same ranks. On gradwire's, a group of the same ranks is replaced by the

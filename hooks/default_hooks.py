@@ -84,7 +84,6 @@ class CastState(HookSettings):
         self.__init__(None, **state)  # type: ignore[misc]
 
     def _compared_options(self) -> dict[str, object]:
-        """The hook's name, and how it sums."""
         return {"hook": self.hook_name, "accumulate": self.accumulate, "local_size": self.local_size}
 
 

@@ -219,17 +219,14 @@ class HookState(HookSettings):
         return reduce_bucket(connections, bucket, chosen, self, memory=memory, iteration=iteration, names=names)
 
     def _variant(self, number: int) -> Hashable:
-        """Whether step ``number`` is compressed."""
         return number >= self._start
 
     def _begin_bucket(self, position: int) -> None:
-        """Begin a step at its first bucket."""
         self._prepared = None
         if self.steps.begins(position):
             self._begin_step()
 
     def _count_bucket(self, bucket: Bucket, memory: Any) -> None:
-        """Count the step at its last bucket."""
         self.steps.is_open = True
         if bucket.is_final:
             self._count_step()
@@ -247,7 +244,6 @@ class HookState(HookSettings):
         return self.memory.of_bucket(bucket, names, group)
 
     def _begin_step(self) -> None:
-        """Begin a step, after the one before."""
         if self.steps.is_open:
             self._end_open_step()
         if self.memory.scaler is not None:
@@ -259,7 +255,6 @@ class HookState(HookSettings):
             self._count_step()
 
     def _count_step(self) -> None:
-        """Count a step that has ended."""
         self.steps.end()
         if self.memory.declared:
             self.names.is_closed = True
@@ -267,7 +262,6 @@ class HookState(HookSettings):
     # Options.
 
     def _compared_options(self) -> dict[str, object]:
-        """The hook and its options, which must be equal on all ranks."""
         if self.options is None:
             return {"hook": self.hook_name}
         kind: type = type(self.options)

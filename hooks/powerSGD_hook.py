@@ -263,7 +263,6 @@ class PowerSGDState(HookState):
         return super()._handshake_facts() | (self.memory.digests() if self.options.alternating else {})
 
     def _needs_names(self) -> str | None:
-        """Patterns in the options need names; see `HookState`."""
         has_patterns = not self._is_batched and bool(self.options.ranks or self.options.stacks)
         return "A pattern in ranks or stacks" if has_patterns else None
 
@@ -286,7 +285,6 @@ class PowerSGDState(HookState):
         return self._counts["numel"][1]
 
     def _count_step(self) -> None:
-        """Count a step that has ended."""
         super()._count_step()
         if self.steps.ended <= self._start:
             return

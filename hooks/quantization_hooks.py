@@ -125,7 +125,6 @@ class QuantizationState(HookState):
         super().__init__("quantization_hook", process_group, options, memory)
 
     def _needs_names(self) -> str | None:
-        """Patterns in the options need names; see `HookState`."""
         has_patterns = bool(self.options.wires) or self.options.exempt != DEFAULT_EXEMPT
         return "A pattern in wires or exempt" if has_patterns else None
 

@@ -32,7 +32,7 @@ def __dir__() -> list[str]:
 
 
 class _Place(NamedTuple):
-    """The place of a bucket in its step."""
+    """The place of a bucket in its step, which the algorithm gets as the memory of the `Step`."""
 
     is_last: bool
     closes_step: bool  # whether the step before has ended without its last bucket
@@ -111,7 +111,6 @@ class ScaledCastState(HookState):
         return f"{type(self).__name__}({options})"
 
     def _device_counters(self) -> dict[str, torch.Tensor]:
-        """The three totals, for `metrics`."""
         return dict(zip(("nonfinite_elements", "saturated_elements", "skipped_steps"), self._counters, strict=False))
 
     def exponents(self) -> dict[str, int]:
@@ -119,7 +118,6 @@ class ScaledCastState(HookState):
         return {name: int(exponent[0]) for name, exponent in self._exponents.items()}
 
     def _begin_step(self) -> None:
-        """Begin a step; see `HookState._begin_step`."""
         super()._begin_step()
         copy = self._saturated
         if copy is not None and not is_capturing(copy.device) and copy.is_there():  # a capture allows no event query

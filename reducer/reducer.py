@@ -123,7 +123,6 @@ class Reducer:
         self._begin(Phase.DONE)
 
     def _begin(self, phase: Phase) -> None:
-        """Discard the state of the last backward."""
         for bucket in self.buckets:
             bucket.release()
         self._autograd_hooks.reset()
@@ -282,7 +281,6 @@ class Reducer:
         return calls[index] == expected
 
     def _begin_again(self) -> None:
-        """The first gradient of a further backward has come in."""
         if self._upcast_stream is not None or self._live_ranks is not None:
             feature = "join()" if self._upcast_stream is None else "mixed_precision"
             self._leave_and_raise(
@@ -301,7 +299,6 @@ class Reducer:
             self._reduce_all()
 
     def _reduce_all(self) -> None:
-        """Reduce all buckets at the end of a backward."""
         self._start_exchange()
         with self._lock:
             self._mark_ready(range(len(self.parameters)))
@@ -374,7 +371,6 @@ class Reducer:
     # Phase 3: buckets are launched.
 
     def _launch(self, bucket: ReducerBucket, incoming: Tensor | None) -> None:
-        """Start the reduction of a complete bucket."""
         if self.times.is_timed:  # most steps are not
             self.times.record("backward_comm_time_start")
         backward, index = self._backward, self._backward.n_launched
@@ -445,7 +441,6 @@ class Reducer:
         self._count_reduction()
 
     def _finish(self, index: int, bucket: ReducerBucket, scale: float) -> None:
-        """Wait for a bucket's result, and write it into its gradients."""
         backward, futures = self._backward, self._backward.futures
         future: Any = futures[index]
         value: Any = future.wait() if type(future) is Handle else wait_for(future, self.exchange.check_in_step)

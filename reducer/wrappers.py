@@ -105,12 +105,10 @@ def _reduced_by(wrapper: TorchDDP) -> dict[Tensor, str]:
 
 
 def _reduced(module: nn.Module, ignored: Collection[str]) -> dict[Tensor, str]:
-    """The parameters that a wrapper reduces, and their names."""
     named = module.named_parameters(remove_duplicate=False)
     return {parameter: name for name, parameter in named if parameter.requires_grad and name not in ignored}
 
 
 def _some(names: dict[Tensor, str], parameters: Collection[Tensor]) -> str:
-    """The first names of many."""
     chosen = sorted(names[parameter] for parameter in parameters)
     return ", ".join(chosen[:3]) + (f" and {len(chosen) - 3} more" if len(chosen) > 3 else "")

@@ -221,7 +221,6 @@ def _reduce_scatter_options(within: object) -> ReduceScatterOptions | None:
 
 
 def _check_groups(model: nn.Module, groups: Sequence[ParameterGroup], averages: bool, within: object) -> None:
-    """Raise an error with the remedy unless the model has the exchanges that are to be compressed."""
     if not groups:
         raise TypeError(
             f"attach was given a {type(model).__name__}; expected a DistributedDataParallel, or a model after "

@@ -181,7 +181,6 @@ class QuantizedReduceScatter:
 
 
 def _scale(op: Any, size: int) -> float | None:
-    """The multiplier of the sum; None for another reduction."""
     if op == dist.ReduceOp.AVG:
         return 1 / size
     if op == dist.ReduceOp.SUM:
