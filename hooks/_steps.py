@@ -13,15 +13,11 @@ class StepCount:
 
     def __init__(self) -> None:
         self.ended, self.is_open = 0, False
-        self._latest: int | None = None  # position of the latest bucket
-
-    def is_first(self, position: int) -> bool:
-        """Whether a bucket at this position would be the first one of a step."""
-        return not self.is_open or self._latest is None or position <= self._latest
+        self._latest = 0  # position of the latest bucket
 
     def begins(self, position: int) -> bool:
         """Note a bucket; returns whether it is the first one of a step."""
-        is_first, self._latest = self.is_first(position), position
+        is_first, self._latest = not self.is_open or position <= self._latest, position
         return is_first
 
     def end(self) -> None:
@@ -30,4 +26,4 @@ class StepCount:
 
     def number(self, position: int) -> int:
         """Number of the step to which a bucket at this position would belong."""
-        return self.ended + (self.is_first(position) and self.is_open)
+        return self.ended + (self.is_open and position <= self._latest)
