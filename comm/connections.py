@@ -325,6 +325,11 @@ def _why_it_ends(rank: int) -> str:
     return f"Rank {rank} has exited" + ("." if error is None else f" after {type(error).__name__}: {error}")
 
 
+def may_follow_from_peer(error: BaseException) -> bool:
+    """Whether an error may be that of a collective, so that another rank's error explains it."""
+    return type(error) in (RuntimeError, dist.DistBackendError, dist.DistNetworkError)
+
+
 def has_streams(device: torch.device) -> bool:
     """Whether work on the device is enqueued on streams; raises NotImplementedError if gradwire does not run there."""
     if device.type not in ("cuda", "cpu"):

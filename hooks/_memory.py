@@ -84,7 +84,7 @@ class StateMemory:
 
     # Buckets.
 
-    def of_bucket(self, bucket: Bucket, names: tuple[str, ...], group: dist.ProcessGroup) -> BucketMemory | None:
+    def memory_of(self, bucket: Bucket, names: tuple[str, ...], group: dist.ProcessGroup) -> BucketMemory | None:
         """The memory of a bucket. A new bucket starts from the memory of earlier ones, or from a checkpoint."""
         made_for = (id(bucket.first), bucket.layouts, bucket.dtype, bucket.device, group.size(), group.rank())
         kept = self.buckets.get(names)
@@ -107,7 +107,7 @@ class StateMemory:
                 self.own[ERRORS].pop(name, None)
         return made
 
-    def make_bucket(
+    def declared_memory(
         self, parameters: Sequence[Tensor], dtype: torch.dtype, names: Sequence[str], earlier: MemoryByName
     ) -> BucketMemory:
         """New declared memory for these parameters, copied from earlier buckets where there is some, else zeros."""

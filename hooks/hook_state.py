@@ -4,7 +4,7 @@ A state has options, memory by parameter name, and a step count. The handshake b
 world size, resynchronization after errors, pickling and telemetry follow from the declaration of its memory.
 
 In `run`, a bucket goes through `Handshake.agree`, which compares the settings of the ranks, once;
-`StateMemory.of_bucket`, which finds its memory; and `reduce_bucket`, which runs the algorithm. On a GPU, `replayed`
+`StateMemory.memory_of`, which finds its memory; and `reduce_bucket`, which runs the algorithm. On a GPU, `replayed`
 repeats recorded steps.
 """
 
@@ -241,7 +241,7 @@ class HookState(HookSettings):
         Raises:
             ValueError: loaded memory does not fit the model.
         """
-        return self.memory.of_bucket(bucket, names, group)
+        return self.memory.memory_of(bucket, names, group)
 
     def _begin_step(self) -> None:
         if self.steps.is_open:
@@ -309,7 +309,7 @@ class HookState(HookSettings):
         Returns:
             A `BucketMemory`; None to send the bucket uncompressed.
         """
-        return self.memory.make_bucket(parameters, dtype, names, earlier)
+        return self.memory.declared_memory(parameters, dtype, names, earlier)
 
     def follow_scaler(self, scaler: Scaler | None) -> None:
         """Multiply the error memory by the same factor as the scale of a gradient scaler whenever that changes.

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.futures import Future
 from torch.utils.hooks import RemovableHandle
 
-from gradwire.comm.connections import ADVICE
+from gradwire.comm.connections import ADVICE, may_follow_from_peer
 from gradwire.comm.stream_executor import Handle
 from gradwire.comm.torch_internals import NO_BACKWARD, current_backward, profiler_range, queue_callback
 from gradwire.comm.transport import clear_frames, wait_for
@@ -501,7 +501,7 @@ class Reducer:
         clear_frames(error)
         raised_in = error.__traceback__
         message = f"{type(error).__name__} in {during}: {error}"
-        is_consequence = type(error) in (RuntimeError, dist.DistBackendError, dist.DistNetworkError)
+        is_consequence = may_follow_from_peer(error)
         has_timed_out = is_consequence and any(words in message.lower() for words in ("timeout", "timed out"))
         late = self.exchange.late_ranks() if has_timed_out else None
         told = message if late is None else f"{late} {message}"

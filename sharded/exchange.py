@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.comm import connections_of
-from gradwire.comm.connections import has_streams
+from gradwire.comm.connections import has_streams, may_follow_from_peer
 from gradwire.comm.torch_internals import NO_BACKWARD, current_backward, queue_callback
 from gradwire.comm.transport import wait_for
 from gradwire.hooks._handshake import compare_settings
@@ -108,7 +108,7 @@ class ShardedExchange:
             with torch.no_grad():
                 exchange()
         except Exception as error:
-            self._error, is_of_peer = error, type(error) is RuntimeError  # gloo's, if a rank has left
+            self._error, is_of_peer = error, may_follow_from_peer(error)
             elsewhere = connections_of(group).failure_elsewhere(wait=is_of_peer)
             own = f"The {name} failed on rank {dist.get_rank()}: {error}"
             if is_of_peer and (elsewhere is None or elsewhere not in str(error)):
