@@ -21,7 +21,6 @@ from gradwire.hooks._decorators import check_process_group, is_gradwire_hook, na
 from gradwire.hooks._handshake import Handshake, check_same_ranks
 from gradwire.hooks._memory import StateMemory
 from gradwire.hooks._names import ParameterNames, registered_wrappers
-from gradwire.hooks._steps import StepCount
 from gradwire.hooks.telemetry import Report, Telemetry
 
 _PYTORCHS_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks."
@@ -38,14 +37,14 @@ class HookSettings:
         telemetry: the measurements, while the state is observed; else None.
         names: the names of parameters; None for a hook without memory, which may serve several models.
         memory: the memory by parameter name; None likewise.
-        steps: the number of steps; None if the hook counts none.
+        steps: the `StepCount`; None if the hook needs none.
     """
 
     _serves_one_model = False  # a state that does may take the model's process group
     telemetry: Telemetry | None = None
     names: ParameterNames | None = None
     memory: StateMemory | None = None
-    steps: StepCount | None = None
+    steps: Any = None
     _follows_model = False  # whether ``process_group`` was taken from the model
 
     def __init__(self, hook: str, process_group: dist.ProcessGroup | None = None) -> None:

@@ -26,7 +26,7 @@ from torch.futures import Future
 from gradwire.comm import Algorithm, GroupTransport, Transport, connections_of
 from gradwire.comm.store_collectives import RanksMissing, named_barrier
 from gradwire.compress import Step, cast_all_reduce
-from gradwire.compress._validation import check_count, check_counts, check_entries, check_whole_number
+from gradwire.compress._validation import MAX_COUNT, check_count, check_counts, check_entries, check_whole_number
 from gradwire.compress.memory import BucketMemory, Memory, MemoryByName
 from gradwire.hooks._bucket import Bucket, GradBucket
 from gradwire.hooks._compilation import EarlyCompilation
@@ -36,7 +36,6 @@ from gradwire.hooks._names import ParameterNames, check_patterns
 from gradwire.hooks._plans import replayed
 from gradwire.hooks._reduction import reduce_bucket
 from gradwire.hooks._settings import HookSettings
-from gradwire.hooks._steps import StepCount
 
 __all__ = ["BucketMemory", "HookSettings", "HookState", "Memory", "Step", "hook_for"]
 
@@ -71,6 +70,32 @@ def _options_reader(kind: type, local: frozenset[str]) -> tuple[tuple[str, ...],
     # With a single name, attrgetter returns the value itself, not a tuple.
     values = operator.attrgetter("__class__.__name__", *names) if names else lambda options: (kind.__name__,)
     return ("options", *names), values
+
+
+class StepCount:
+    """Counts steps. The buckets of a step come in order, but any of them may be skipped.
+
+    Attributes:
+        ended: number of steps that have ended.
+        is_open: whether a bucket of the next step has come, and its last one has not.
+    """
+
+    def __init__(self) -> None:
+        self.ended, self.is_open = 0, False
+        self._latest = 0  # position of the latest bucket
+
+    def begins(self, position: int) -> bool:
+        """Note a bucket; returns whether it is the first one of a step."""
+        is_first, self._latest = not self.is_open or position <= self._latest, position
+        return is_first
+
+    def end(self) -> None:
+        """Count a step."""
+        self.ended, self.is_open = min(self.ended + 1, MAX_COUNT), False
+
+    def number(self, position: int) -> int:
+        """Number of the step to which a bucket at this position would belong."""
+        return self.ended + (self.is_open and position <= self._latest)
 
 
 class HookState(HookSettings):

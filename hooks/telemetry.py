@@ -32,7 +32,6 @@ from gradwire.comm import Algorithm, Collective, Driver, Transport
 from gradwire.comm.executor import EXIT_TIMEOUT_SECONDS
 from gradwire.compress import Gradients
 from gradwire.compress.memory import BucketMemory
-from gradwire.hooks._steps import StepCount
 from gradwire.kernels import compute_dtype
 
 __all__ = ["to_jsonl", "to_tensorboard", "to_wandb"]
@@ -185,7 +184,7 @@ class Telemetry:
         self.latest: dict[str, float] = {}  # the metrics of the latest measured step
         self._state = weakref.proxy(state)
         self._every, self._exact_every, self._report = every, exact_every, report
-        self._steps = StepCount()
+        self._latest, self._is_open = 0, False  # position of the latest bucket, and whether others of its step come
         self.n_steps = 0  # steps that have begun
         self._agreed_at = 0  # steps before the latest handshake: all ranks count comparisons from there
         self._sample: Sample | None = None  # the current step's
@@ -209,7 +208,8 @@ class Telemetry:
 
         ``n_before`` is the number of steps before this one; None if the hook counts none.
         """
-        is_first, self._steps.is_open = self._steps.begins(position), not is_final
+        is_first = not self._is_open or position <= self._latest  # as `StepCount` has it
+        self._latest, self._is_open = position, not is_final
         if is_first:
             self.flush()
             self._drop_incomplete()
