@@ -10,6 +10,7 @@ from gradwire.bench.implementations import GRADWIRE, PYTORCH
 from gradwire.bench.long_runs import gap
 from gradwire.bench.record import Metric, Record, unique
 from gradwire.bench.tables import Table, count, find, format_number, format_rate, median_of
+from gradwire.bench.tasks import OPTIMIZERS, TRAINED_HOOKS
 from gradwire.planner.hook_registry import display_name
 from tools.rounding import BITS, GAIN, NORMAL, RELATIVE_ERROR, RELATIVE_ERROR_OF_STEPS, RING, STEPS_WORLD_SIZE, TWO_SHOT
 
@@ -86,10 +87,24 @@ def _of(network: Sequence[Record], rate: str, hook: str, implementation: str, me
     return found
 
 
-def _loss(long_runs: Sequence[Record], hook: str) -> str:
-    """The training loss after the AdamW trainings with a hook of gradwire: no hook's own, else the difference to it."""
+def optimizers(long_runs: Sequence[Record]) -> list[Table]:
+    """A row per hook that was trained with several optimizers: the loss after a long training with each."""
+    names = unique(record["optimizer"] for record in long_runs)
+    hooks = [hook for hook in TRAINED_HOOKS if hook in {r["hook"] for r in long_runs if r["optimizer"] != names[0]}]
+    rows = [[display_name(hook), *(_loss(long_runs, hook, optimizer) for optimizer in names)] for hook in hooks]
+    facts = long_runs[0].provenance["settings"]
+    title = f"Loss after {long_runs[0]['steps']:,} steps by optimizer"
+    notes = [
+        f"training loss of a GPT with {facts['parameters']:,} parameters, {count(long_runs[0].ranks, 'rank')}: no "
+        "hook's, and for the others the difference to no hook with the same seed (nats; range over the seeds)"
+    ]
+    return [Table(title=title, headers=["hook", *(OPTIMIZERS[name] for name in names)], rows=rows, notes=notes)]
+
+
+def _loss(long_runs: Sequence[Record], hook: str, optimizer: str = "adamw") -> str:
+    """The training loss after trainings with a hook of gradwire: no hook's own, else the difference to it."""
     by = PYTORCH if hook == "none" else GRADWIRE
-    trained = [record for record in long_runs if record["optimizer"] == "adamw"]
+    trained = [record for record in long_runs if record["optimizer"] == optimizer]
     group = [record for record in trained if (record["hook"], record.implementation) == (hook, by)]
     return gap(trained, Metric.TRAINING_LOSS, -1)(group) if group else ""
 

@@ -49,6 +49,7 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[..., list[Table]]]] = {
     "sharded_losses": (("sharded_losses",), sharded_losses.tables),
     "advise": (("advise",), advice_error.tables),
     "leading": (("converge_text", "converge_long_text"), choice_tables.leading),
+    "loss_by_optimizer": (("converge_long_text",), choice_tables.optimizers),
     "choice": (("network", "converge_long_text"), choice_tables.hooks),
     "wires": (("converge_long_text", "rounding"), choice_tables.wire_formats),
     "soak": (("soak",), soak.tables),
