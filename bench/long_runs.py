@@ -7,6 +7,7 @@ one after another on ranks of this machine, because nothing is timed. `measure` 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
@@ -108,7 +109,7 @@ def measure(
 ) -> Measured:
     """Train with each hook, optimizer and seed, but for the trainings whose records are ``done``."""
     settings = {"task": task, "optimizers": list(optimizers), "hooks": list(hooks), "steps": steps, "seeds": seeds}
-    settings["done"] = [[record.case, record.implementation] for record in done]
+    settings["done"] = [training for training, _ in itertools.groupby(done, lambda r: [r.case, r.implementation])]
     records = launch.run(__name__, settings | {"threads": 1}, RANKS)
     return Measured(describe(TASKS[task]()) | {"plain_steps": PLAIN_STEPS}, records)
 

@@ -32,6 +32,7 @@ from gradwire.bench.kernel_bytes import (
 from gradwire.bench.namespaces import Rate
 from gradwire.bench.record import Metric, Record, format_bytes
 from gradwire.bench.tables import Table, format_number, format_rate, groups_of, median_of
+from gradwire.compress.policy import STATELESS
 from gradwire.kernels import WIRE_FORMATS
 from gradwire.planner.link_probe import bytes_out_of_node
 from gradwire.planner.step_model import BETWEEN_NODES
@@ -86,7 +87,8 @@ def plain_seconds(numel: int, nodes: int, gpus: int, gbit: float, machine: Machi
 def stages(
     numel: int, wire: str, is_hierarchical: bool, nodes: int, gpus: int, gbit: float, machine: Machine
 ) -> Stages:
-    """The exchange with quantized messages, of gradients in bf16, with error memory in fp32."""
+    """The exchange with quantized messages, of gradients in bf16, with error memory in fp32 where it is the default."""
+    errors = None if wire in STATELESS else torch.float32
     format_, fp32, source, inside_format = WIRE_FORMATS[wire], torch.float32, torch.bfloat16, WIRE_FORMATS["bf16"]
     shard, peers, inside = numel, nodes * gpus, 0.0
     memory = dequantize_bytes(numel, format_, source)
@@ -94,9 +96,9 @@ def stages(
         shard, peers, inside = numel // gpus, nodes, 1 - 1 / gpus
         memory += quantize_bytes(numel, source, inside_format, None)
         memory += sum_quantized_bytes(shard, gpus, inside_format)
-    memory += quantize_bytes(shard, fp32 if is_hierarchical else source, format_, fp32)
-    memory += reduce_quantized_bytes(shard // peers, peers, format_, fp32)
-    memory += copy_bytes(shard + shard // peers, fp32, fp32)
+    memory += quantize_bytes(shard, fp32 if is_hierarchical else source, format_, errors)
+    memory += reduce_quantized_bytes(shard // peers, peers, format_, errors)
+    memory += 0 if errors is None else copy_bytes(shard + shard // peers, errors, errors)
     local = inside * numel * (source.itemsize + element_bytes(format_))  # the gradients, then the codes
     buckets = ceil(numel / machine.bucket)
     return Stages(

@@ -90,11 +90,18 @@ _Price = Annotated[
 ]
 _Json = Annotated[
     Path | None,
-    typer.Option("--json", callback=in_a_folder, help="Write measurements and predictions to this file."),
+    typer.Option(
+        "--json", dir_okay=False, callback=in_a_folder, help="Write measurements and predictions to this file."
+    ),
 ]
 _Plot = Annotated[
     Path | None,
-    typer.Option("--plot", callback=in_a_folder, help="Plot the step time against the bandwidth to this PNG file."),
+    typer.Option(
+        "--plot",
+        dir_okay=False,
+        callback=in_a_folder,
+        help="Plot the step time against the bandwidth to this PNG file.",
+    ),
 ]
 
 

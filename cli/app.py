@@ -105,7 +105,7 @@ def demo(
         refuse_beside(context, "--loopback", "rate", "delay")
     names, link = parse_hooks(hooks, COMPARABLE), parse_rate(rate, "--rate")
     asked = format_link(link.name, {"delay_ms": delay})
-    obstacle = "--loopback" if loopback or processes == 1 else namespaces.obstacle()
+    obstacle = "--loopback" if loopback else "one sends nothing" if processes == 1 else namespaces.obstacle()
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -113,11 +113,14 @@ def demo(
     if obstacle is None:
         typer.echo(f"Training with {processes} processes over a {asked} link, once with each hook.\n")
     else:
-        typer.echo(
-            f"Training with {processes} processes over loopback ({obstacle}), where sending less saves no time.\n"
-            f"As root on Linux, gradwire demo trains over a {asked} link. Most of a step is then\n"
-            "communication, so hooks that send less train faster.\n"
-        )
+        training = f"Training with {processes} process{'' if processes == 1 else 'es'}"
+        typer.echo(f"{training} over loopback ({obstacle}), where sending less saves no time.")
+        if processes > 1:
+            typer.echo(
+                f"As root on Linux, gradwire demo trains over a {asked} link. Most of a step is then\n"
+                "communication, so hooks that send less train faster."
+            )
+        typer.echo()
         link, delay = namespaces.LOOPBACK, 0.0
     threads = os.environ.get("OMP_NUM_THREADS", "1").partition(",")[0].strip()  # a number per level of nesting
     records = measured(

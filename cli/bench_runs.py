@@ -52,18 +52,13 @@ def run(
 
     The output and the tables begin with ``kept``, results of earlier runs.
     """
-    reason = namespaces.obstacle() if is_networked else None
-    try:
-        if reason is not None:
+
+    def measure_or_refuse() -> Measured:
+        if is_networked and (reason := namespaces.obstacle()) is not None:
             raise NamespaceError(reason)
-        records = measured(command, measure, device, threads, program)
-    except NamespaceError as error:
-        typer.echo(
-            f"{command}: {error}. The command needs Linux, root and pyroute2; with --loopback it needs none of them, "
-            "and the link is memory.",
-            err=True,
-        )
-        raise typer.Exit(1) from None
+        return measure()
+
+    records = measured(command, measure_or_refuse, device, threads, program)
     report([*kept, *records], tables, output)
 
 
@@ -75,7 +70,7 @@ def report(records: Sequence[Record], tables: Callable[[Sequence[Record]], list[
 
 @contextmanager
 def _stoppable(command: str) -> Iterator[None]:
-    """End the command cleanly if it is interrupted or terminated, or if a worker fails."""
+    """End the command cleanly if it is interrupted or terminated, if a worker fails, or without a network."""
     ends = {signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}
     handlers = {end: signal.signal(end, _terminate) for end in ends}
     try:
@@ -85,6 +80,13 @@ def _stoppable(command: str) -> Iterator[None]:
         raise typer.Exit(128 + signal.SIGINT) from None
     except LaunchError as error:
         typer.echo(f"{error.log}\n{command}: {error}", err=True)
+        raise typer.Exit(1) from None
+    except NamespaceError as error:
+        typer.echo(
+            f"{command}: {error}. The command needs Linux, root and pyroute2; with --loopback it needs none of them, "
+            "and the link is memory.",
+            err=True,
+        )
         raise typer.Exit(1) from None
     finally:
         for end, handler in handlers.items():

@@ -163,7 +163,7 @@ class HookState(HookSettings):
         self._applied: dict[str, object] | None = None  # settings for which the buckets were made
         self._patterns_match = False  # whether every name pattern in the options is known to match a parameter
         self._compilation = EarlyCompilation()
-        self._prepared: dict[str, Any] | None = None  # the result of `state_dict` until the next step
+        self._prepared_checkpoint: dict[str, Any] | None = None  # the result of `state_dict` until the next step
 
     def __repr__(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in option_values(self.options).items())
@@ -247,7 +247,7 @@ class HookState(HookSettings):
         return number >= self._start
 
     def _begin_bucket(self, position: int) -> None:
-        self._prepared = None
+        self._prepared_checkpoint = None
         if self.steps.begins(position):
             self._begin_step()
 
@@ -270,11 +270,11 @@ class HookState(HookSettings):
 
     def _begin_step(self) -> None:
         if self.steps.is_open:
-            self._end_open_step()
+            self.end_open_step()
         if self.memory.scaler is not None:
             self.memory.match_scale()
 
-    def _end_open_step(self) -> None:
+    def end_open_step(self) -> None:
         """End a step whose last bucket was skipped or went to another hook."""
         if self.steps.is_open:
             self._count_step()
@@ -381,8 +381,8 @@ class HookState(HookSettings):
             >>> if dist.get_rank() == 0:
             ...     torch.save({"model": model.state_dict(), "hook": state.state_dict()}, path)
         """
-        self._prepared = None
-        self._prepared = self._collected("prepare_checkpoint()", PREPARE_TIMEOUT)
+        self._prepared_checkpoint = None
+        self._prepared_checkpoint = self._collected("prepare_checkpoint()", PREPARE_TIMEOUT)
 
     def state_dict(self) -> dict[str, Any]:
         """The state as plain CPU tensors and numbers, for ``torch.load(weights_only=True)``.
@@ -398,8 +398,11 @@ class HookState(HookSettings):
             RuntimeError: the parameter names are not known, or a rank has not called it within ten seconds. A later
                 call on all ranks works.
         """
-        if self._prepared is not None:
-            return {key: dict(value) if isinstance(value, dict) else value for key, value in self._prepared.items()}
+        if self._prepared_checkpoint is not None:
+            return {
+                key: dict(value) if isinstance(value, dict) else value
+                for key, value in self._prepared_checkpoint.items()
+            }
         try:
             return self._collected("state_dict()", STATE_DICT_TIMEOUT)
         except RanksMissing as error:
@@ -462,7 +465,7 @@ class HookState(HookSettings):
 
     def _restored(self, saved: Mapping[str, Any]) -> None:
         """Take the counts that belong to restored memory."""
-        self._prepared = None
+        self._prepared_checkpoint = None
         self._counts = {entry: list(saved[entry]) for entry in self._counts}
         self.iter = saved["iter"]
 

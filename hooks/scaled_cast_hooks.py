@@ -133,10 +133,10 @@ class ScaledCastState(HookState):
                     stacklevel=2,
                 )
 
-    def _end_open_step(self) -> None:
+    def end_open_step(self) -> None:
         """End a step without its last bucket, on which the algorithm counts skipped steps: the next bucket does."""
         self._is_left_open |= self.steps.is_open
-        super()._end_open_step()
+        super().end_open_step()
 
     def prepare(self, bucket: Bucket, names: tuple[str, ...], group: dist.ProcessGroup) -> "_Place":
         """The bucket as the algorithm sees it; its scale is created on the stream or thread that uses it."""
@@ -205,8 +205,9 @@ class ScaledCastState(HookState):
     def merge_shards(self, saved: dict[str, Any], shards: Sequence[dist.ProcessGroup]) -> dict[str, Any]:
         """Take the smallest scale of all shards of a parameter; see `HookState.merge_shards`."""
         has_scale = torch.tensor([[name in self._exponents] for name in saved["names"]])
-        device = next(iter(self._exponents.values())).device if self._exponents else torch.device("cpu")
-        exponents = saved["exponents"].where(has_scale, MAX_EXPONENT).to(device)
+        exponents = saved["exponents"].where(has_scale, MAX_EXPONENT)
+        # To the device of the group: before the first step, the state's own scales are missing or on the CPU.
+        exponents = exponents.to(next(iter(self.names.parameters()), exponents).device)
         for group in shards:
             dist.all_reduce(exponents, dist.ReduceOp.MIN, group=group)
         # A parameter without a scale on any rank has the flag MAX_EXPONENT.

@@ -19,6 +19,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import suppress
 from operator import ge
 from pathlib import Path
 from types import coroutine
@@ -232,7 +233,8 @@ class Telemetry:
         """Report the measurements that can be read without waiting. An error of the report is logged once."""
         while self._pending and self._pending[0].is_ready():
             self.latest = self._pending.popleft().metrics()
-            self._warn_of_delay()
+            with suppress(ReferenceError):  # the state has been released
+                self._warn_of_delay()
             if self._report is not None:
                 try:
                     self._report(dict(self.latest))

@@ -1,4 +1,4 @@
-"""The clock of a device: `gradwire.hooks.telemetry.Mark`, and what to do before and after it."""
+"""Waiting for a device, and keeping it busy while the host enqueues."""
 
 from __future__ import annotations
 

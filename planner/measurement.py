@@ -88,7 +88,8 @@ def measure_exchange(
     else:
         per_node = given.ranks_per_node
         local_size, round_trip = (per_node if per_node < world_size else 1), 2 * given.latency
-    costs, is_gloo = [], dist.get_backend(own) == "gloo" or (device.type == "cpu" and is_gloo_on_cpu(own))
+    is_gloo = dist.get_backend(own) == "gloo" or (device.type == "cpu" and is_gloo_on_cpu(own))
+    costs = []
     with _frozen_heap():
         for name in names:
             progress(f"hook {name}")

@@ -1,7 +1,8 @@
 """gradwire's reducer: a subclass of PyTorch's DistributedDataParallel with zero-copy buckets.
 
 distributed         `DistributedDataParallel`: its arguments, and the methods of PyTorch's class that differ
-reducer             gradients become ready, buckets are launched, results become gradients; step times
+reducer             gradients become ready, buckets are launched, results become gradients
+autograd_hooks      which gradients are complete
 backward            the state of one backward
 bucket              a bucket's gradients, flat buffer, launch and result; delayed parameters
 bucketing           which parameters share a bucket, and the rebuild of the buckets
@@ -11,6 +12,7 @@ model_sync          comparison and broadcast of models at construction
 recovery            `resynchronize()` after an error
 drift               ``check_every``: comparison of ranks during training
 model_watch         parameters that are replaced, added or unfrozen after wrapping
+step_times          the times in PyTorch's logging data
 wrappers            nested wrappers, and wrappers that share parameters
 arguments, errors   checks of arguments; messages that begin with PyTorch's sentences
 logger              the logging data of PyTorch's DDP

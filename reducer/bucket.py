@@ -336,7 +336,8 @@ class DenseBucket(BucketBase):
         if self.as_view:
             for i, (parameter, view) in enumerate(zip(self._parameters, self._buffer_views, strict=True)):
                 grad = parameter.grad
-                if i not in dropped if grad is None else grad.data_ptr() != view.data_ptr():
+                stays = i in dropped if grad is None else grad.data_ptr() == view.data_ptr()
+                if not stays:
                     parameter.grad = view
             return
         # A hook may have assigned to ``.grad`` since `collect`.

@@ -1,12 +1,8 @@
-"""The reducer: launches each bucket's reduction as its gradients become ready, and writes the results back.
-
-`AutogradHooks` tell which gradients are ready, `StepTimes` measures.
-"""
+"""The reducer: launches each bucket's reduction as its gradients become ready, and writes the results back."""
 
 from __future__ import annotations
 
 import threading
-import time
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -18,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
-from torch.utils.hooks import RemovableHandle
 
 from gradwire.comm.connections import ADVICE, may_follow_from_peer
 from gradwire.comm.stream_executor import Handle
@@ -29,13 +24,14 @@ from gradwire.hooks._decorators import is_gradwire_hook, is_replayable, is_zero_
 from gradwire.hooks._plans import Plans
 from gradwire.hooks._settings import check_pairing, follow_model, in_group
 from gradwire.hooks.hook_state import HookState
-from gradwire.kernels import is_capturing
 from gradwire.reducer import bucketing, errors, torch_internals
+from gradwire.reducer.autograd_hooks import AutogradHooks
 from gradwire.reducer.backward import Backward, Phase
 from gradwire.reducer.bucket import BucketHook, DelayedGradients, ReducerBucket
 from gradwire.reducer.drift import DriftCheck
 from gradwire.reducer.exchange import Exchange
 from gradwire.reducer.model_watch import ModelWatch
+from gradwire.reducer.step_times import StepTimes
 from gradwire.reducer.unused_parameters import UsedParameters, find_unused
 
 
@@ -361,7 +357,8 @@ class Reducer:
                 self._launch(bucket, incoming)
             backward.n_launched += 1
             if backward.may_leave_out and backward.n_launched == len(buckets):
-                backward.used.exchange(self.exchange.transport, self.exchange.n_passes)
+                with self.leaving("the exchange of used parameters"):
+                    backward.used.exchange(self.exchange.transport, self.exchange.n_passes)
 
     def _unfinished(self) -> str:
         rank = dist.get_rank(self.exchange.process_group)
@@ -707,165 +704,6 @@ class Reducer:
             else:
                 state.process_group = process_group
         self.exchange.update_process_group(process_group)
-
-
-class AutogradHooks:
-    """Hooks on the autograd nodes of the parameters, which call back only where a gradient can complete a bucket.
-
-    A call from autograd into Python is the largest cost of a small parameter in a backward, and a bucket waits for its
-    last gradient. So the hook of a *deferred* parameter only records its index, once; the next hook that is not
-    deferred calls ``notify``, which takes all recorded indices. One gradient that the next bucket waits for is always
-    not deferred.
-
-    Args:
-        parameters: the parameters, by index. None of their hooks is deferred.
-        notify: called with the gradient that has come in, from any of autograd's threads; takes the `recorded` indices,
-            which another call may have taken.
-
-    Attributes:
-        nodes: the autograd node of each parameter that accumulates its gradient.
-        recorded: indices of completed gradients that ``notify`` has not taken yet, in order. Other threads append.
-        deferred: 1 for each parameter whose next hook only records. The hook sets it back to 0.
-    """
-
-    def __init__(self, parameters: Sequence[Tensor], notify: Callable[[Tensor | None], None]) -> None:
-        self._parameters, self._dtypes = parameters, [parameter.dtype for parameter in parameters]
-        self.nodes = [torch_internals.gradient_node(parameter) for parameter in parameters]
-        self.recorded: list[int] = []
-        self.deferred = bytearray(len(parameters))
-        # The nodes must not keep the reducer alive: a module may be wrapped again, and the old reducer is then freed.
-        method = weakref.WeakMethod(notify)
-        self._hooks = [_make_hook(index, self.recorded, self.deferred, method) for index in range(len(self.nodes))]
-        handles = [node.register_hook(hook) for node, hook in zip(self.nodes, self._hooks, strict=True)]
-        self.remove = weakref.finalize(self, _remove_all, handles)  # removes the hooks
-
-    def reset(self) -> None:
-        """Drop the recorded indices, and defer no hook any longer."""
-        self.recorded.clear()
-        self.deferred[:] = bytes(len(self.deferred))
-
-    def record(self, index: int) -> None:
-        """Act as the hook of a parameter whose gradient came through another autograd node."""
-        self._hooks[index](None, (None,))
-
-    def defer_others(self, indices: Iterable[int]) -> None:
-        """Defer all hooks but those of these parameters."""
-        mask = bytearray(b"\1") * len(self.deferred)
-        for index in indices:
-            mask[index] = 0
-        self.deferred[:] = mask
-
-    def expect(self, members: Iterable[int], ready: bytearray) -> None:
-        """Stop deferring the hook of the first of these parameters whose gradient is not ready."""
-        for index in members:
-            if not ready[index]:
-                self.deferred[index] = 0
-                return
-
-    def find_lost(self, indices: Iterable[int]) -> int | None:
-        """The first parameter that has lost its hook, or None: by a cast, or by a change of node among ``indices``.
-
-        A cast that was undone, and a move, show in the node only.
-        """
-        dtypes = [parameter.dtype for parameter in self._parameters]
-        if dtypes != self._dtypes:
-            return next(i for i, (now, before) in enumerate(zip(dtypes, self._dtypes, strict=True)) if now != before)
-        for index in indices:
-            parameter = self._parameters[index]
-            if parameter.requires_grad and torch_internals.gradient_node(parameter) is not self.nodes[index]:
-                return index
-        return None
-
-
-def _make_hook(
-    index: int, recorded: list[int], deferred: bytearray, notify: weakref.WeakMethod[Callable[[Tensor | None], None]]
-) -> Callable[[object, Sequence[Tensor | None]], None]:
-    record = recorded.append
-
-    def hook(_: object, incoming: Sequence[Tensor | None]) -> None:
-        record(index)  # first: a thread that stops deferring it meanwhile must find it
-        if deferred[index]:
-            deferred[index] = 0
-        elif (method := notify()) is not None:
-            method(incoming[0])
-
-    return hook
-
-
-def _remove_all(handles: list[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()
-
-
-TIMED_ITERATIONS = 10  # number of first iterations that are all timed
-_DURATIONS = {
-    "forward_compute_time": ("forward_compute_time_start", "backward_compute_time_start"),
-    "backward_compute_time": ("backward_compute_time_start", "backward_compute_time_end"),
-    "backward_comm_time": ("backward_comm_time_start", "backward_comm_time_end"),
-    "backward_compute_comm_overlap_time": ("backward_comm_time_start", "backward_compute_time_end"),
-}
-
-
-class StepTimes:
-    """Durations of the forward, of the backward and of its communication, in nanoseconds, and their averages.
-
-    The first `TIMED_ITERATIONS` are timed, then one in ``sample_rate``; on a GPU, on the current stream. Nothing waits
-    for the device: a step that has not ended when its times are read does not count, nor one captured in a CUDA graph,
-    because recording or querying a timing event would end the capture.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.sample_rate = 100
-        self.iterations = 0  # synchronized forwards so far
-        self.reported = 0  # index of the last timed iteration, which PyTorch reports as the iteration
-        self._device, self._is_gpu = device, device.type == "cuda"
-        self.is_timed = False  # whether events of this iteration are recorded
-        self._marks: dict[str, Any] = {}  # nanoseconds, or on a GPU events
-        self._unix_times: dict[str, int] = {}
-        self._last: dict[str, int] = {}
-        self._sums: dict[str, int] = {}
-        self._n_timed = 0
-
-    def begin_forward(self) -> None:
-        """Count a synchronized forward; add the previous step's times to the averages."""
-        self._settle()
-        is_due = self.iterations <= TIMED_ITERATIONS or self.iterations % self.sample_rate == 0
-        self.is_timed = is_due and not (self._is_gpu and is_capturing(self._device))
-        if self.is_timed:
-            self.reported = self.iterations
-            self._marks, self._unix_times = {}, {}
-        self.iterations += 1
-        self.record("forward_compute_time_start")
-
-    def record(self, event: str) -> None:
-        """Record the time of an event in ``_DURATIONS``: the first of its name in an iteration that is timed."""
-        if not self.is_timed or event in self._marks:
-            return
-        if self._is_gpu and is_capturing(self._device):
-            self.is_timed, self._marks, self._unix_times = False, {}, {}
-            return
-        self._marks[event] = torch.cuda.Event(enable_timing=True) if self._is_gpu else time.perf_counter_ns()
-        if self._is_gpu:
-            self._marks[event].record(torch.cuda.current_stream(self._device))
-        self._unix_times[event] = time.time_ns()
-
-    def _settle(self) -> None:
-        """Compute the durations of a timed iteration once it has ended."""
-        end = self._marks.get("backward_comm_time_end")
-        if end is None or (self._is_gpu and (is_capturing(self._device) or not end.query())):
-            return
-        for name, (first, last) in _DURATIONS.items():
-            begin, end = self._marks[first], self._marks[last]
-            self._last[name] = max(0, int(1e6 * begin.elapsed_time(end)) if self._is_gpu else end - begin)
-            self._sums[name] = self._sums.get(name, 0) + self._last[name]
-        self._n_timed += 1
-        self.is_timed, self._marks = False, {}
-
-    def summary(self) -> dict[str, int]:
-        """The last durations, the Unix times of their events, and the averages, under PyTorch's names."""
-        self._settle()
-        averages = {f"avg_{name}": total // self._n_timed for name, total in self._sums.items()}
-        return self._last | self._unix_times | averages
 
 
 def _make_output_hook(reference: weakref.ref[Reducer], is_synchronized: bool) -> Callable[[Tensor], None]:

@@ -38,7 +38,7 @@ def _link(wrapper: Any) -> None:
     other: Any
     for other in {*_have_run_forward, *live_wrappers()} - {wrapper}:
         shared = {id(parameter) for parameter in other.module.parameters()} & mine
-        if not shared:
+        if not shared or not hasattr(other, "reducer"):  # its constructor has raised
             continue
         wrapper.reducer.share(other, shared)
         if hasattr(other.reducer, "share"):

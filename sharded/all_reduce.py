@@ -108,8 +108,8 @@ class ShardBucket(OwnBucket):
         """Replace the flat tensor that `buffer` and `gradients` return. The new one may be without padding."""
         if buffer.dim() != 1 or buffer.numel() not in (self.numel, self._table.numel) or buffer.device != self.device:
             raise ValueError(
-                f"The new buffer has shape {tuple(buffer.shape)} on {buffer.device}; expected ({self.numel},) on "
-                f"{self.device}, as the old one."
+                f"The new buffer has shape {tuple(buffer.shape)} on {buffer.device}; expected ({self.numel},), as "
+                f"the old one, or ({self._table.numel},) without padding, on {self.device}."
             )
         self._replaced, self.dtype, self.zero_copy = buffer, buffer.dtype, False
 

@@ -131,6 +131,7 @@ class ShardedExchange:
         while self._awaited:
             parameters, (group, name, _) = next(iter(self._awaited.items()))
             self.attempt(group, name, partial(self._finish, parameters))
+            self._awaited.pop(parameters, None)  # `attempt` does nothing after an error
 
     def _finish(self, parameters: ParameterGroup) -> None:
         """Wait for the result of an exchange in flight, once: an exchange that has failed is not in flight any more."""

@@ -90,5 +90,5 @@ def _check(facts: Sequence[Mapping[str, Any]]) -> None:
             by_replicas.setdefault(one["replicas"], set()).add(one["parameters"])
     differing = [ranks for ranks, digests in by_replicas.items() if len(digests) > 1]
     if differing or len({one["steps"] for one in facts}) > 1:
-        between = f": the parameters differ between ranks {' and '.join(differing)}" if differing else ""
-        raise RuntimeError(f"Some ranks have finished the failed step, others have not{between}. {REMEDY}")
+        among = f": the parameters differ among the ranks {', and among '.join(differing)}" if differing else ""
+        raise RuntimeError(f"Some ranks have finished the failed step, others have not{among}. {REMEDY}")

@@ -1,4 +1,4 @@
-"""``python -m tools.validate``: errors of `gradwire advise`, errors of wire formats, leaks."""
+"""``python -m tools.validate``: errors of `gradwire advise` and of wire formats, losses with a sharded model, leaks."""
 
 from functools import partial
 from typing import Annotated

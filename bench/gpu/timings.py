@@ -126,7 +126,8 @@ def hook_bytes(hook: str, shapes: Sequence[Sequence[Shape]]) -> float | None:
         return 2 * copy_bytes(numel, fp32, wire)  # flatten, unflatten
     if function is quantization_hook:
         formats = state.options.wire_formats(layouts)
-        return sum(_quantized_bytes(t.numel(), format) for t, format in zip(layouts, formats, strict=True))
+        errors = state.options.error_dtype if state.options.keeps_errors else None
+        return sum(_quantized_bytes(t.numel(), format, errors) for t, format in zip(layouts, formats, strict=True))
     if function is powerSGD_hook and not state.options.alternating:
         sent = state.options.factor_dtype or fp32
         matrices = [m for m in state.options.policy.matrix_shapes(layouts) if m is not None]
@@ -140,13 +141,13 @@ def hook_bytes(hook: str, shapes: Sequence[Sequence[Shape]]) -> float | None:
     return None
 
 
-def _quantized_bytes(numel: int, format: kernels.WireFormat) -> float:
+def _quantized_bytes(numel: int, format: kernels.WireFormat, errors: torch.dtype | None) -> float:
     fp32 = torch.float32
     return (
-        quantize_bytes(numel, fp32, format, fp32)
-        + reduce_quantized_bytes(numel, 1, format, fp32)
+        quantize_bytes(numel, fp32, format, errors)
+        + reduce_quantized_bytes(numel, 1, format, errors)
         + dequantize_bytes(numel, format, fp32)
-        + copy_bytes(2 * numel, fp32, fp32)  # errors of both shots
+        + (0 if errors is None else copy_bytes(2 * numel, errors, errors))  # errors of both shots
     )
 
 

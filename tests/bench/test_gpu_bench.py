@@ -100,6 +100,8 @@ def test_hook_bytes_equal_the_bytes_of_its_kernels():
     assert hook_bytes("fp16", shapes) == 20_050 * (6 + 6)
     int4, bf16 = 4 / 8 + 2 / 64, 2  # an fp16 scale per 64 elements; vectors are sent in bf16
     assert hook_bytes("int4", shapes) == pytest.approx(20_050 * (12 + 8 + 4 + 16) + 4 * (20_000 * int4 + 50 * bf16))
+    int8 = 1 + 2 / 64
+    assert hook_bytes("int8", shapes) == pytest.approx(20_050 * (4 + 4) + 4 * (20_000 * int8 + 50 * bf16)), "no errors"
     factors = 4 * 100 * (4 + 4) + 4 * 200 * (4 + 4 + 4)
     assert hook_bytes("powersgd-r4", shapes) == 20_000 * 28 + factors + 50 * 16
 

@@ -9,7 +9,7 @@ import torch
 
 from gradwire.comm import Workspace
 from gradwire.kernels import is_capturing
-from gradwire.reducer.reducer import StepTimes
+from gradwire.reducer.step_times import StepTimes
 
 GPU, OTHER_GPU = torch.device("cuda", 0), torch.device("cuda", 1)
 STREAM, OTHER_STREAM = "a stream", "another stream"

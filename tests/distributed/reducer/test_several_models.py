@@ -377,3 +377,16 @@ def test_forward_in_a_helper_thread_and_one_backward_train():
     in_threads(partial(forward, 1))
     sum(losses).backward()
     assert_same_on_all_ranks(from_all_ranks([gradients(ddp) for ddp in models]))
+
+
+@on_ranks(2)
+def test_wrapper_whose_constructor_has_raised_does_not_disturb_the_next():
+    module = torch.nn.Linear(4, 4)
+    module.bias.requires_grad_(dist.get_rank() == 0)
+    with pytest.raises(RuntimeError) as kept:  # its traceback keeps the wrapper alive
+        DDP(module)
+    module.bias.requires_grad_(True)
+    ddp = DDP(module)
+    ddp(torch.ones(1, 4)).sum().backward()
+    assert kept.value is not None
+    assert module.bias.grad is not None

@@ -302,7 +302,7 @@ def test_resynchronize_raises_on_all_ranks_where_a_checkpoint_is_needed():
     weight = model.first.weight
     if is_first:
         weight.to_local().data.neg_()
-    assert "differ between ranks [0, 2]. Restart" in message_of(attachment.resynchronize)
+    assert "differ among the ranks [0, 2]. Restart" in message_of(attachment.resynchronize)
     if is_first:
         weight.to_local().data.neg_()
     attachment._exchange.n_steps += is_first
@@ -362,3 +362,12 @@ def test_attachment_of_a_ddp_saves_and_loads_the_state_of_its_hook():
     assert any(error.any() for error in saved["errors"].values())
     attachment.load_state_dict(saved)
     assert "call its own resynchronize()" in message_of(attachment.resynchronize)
+
+
+def test_wait_after_an_error_ends_with_exchanges_in_flight():
+    """Ctrl-C while this rank leaves keeps the other exchanges in flight."""
+    exchange = ShardedExchange([], torch.device("cpu"), {})
+    exchange._error = RuntimeError("an earlier exchange")
+    exchange._awaited = {each: (None, "all-reduce", lambda: None) for each in "ab"}
+    exchange.wait()
+    assert exchange._awaited == {}
