@@ -270,11 +270,11 @@ class HookState(HookSettings):
 
     def _begin_step(self) -> None:
         if self.steps.is_open:
-            self.end_open_step()
+            self._end_open_step()
         if self.memory.scaler is not None:
             self.memory.match_scale()
 
-    def end_open_step(self) -> None:
+    def _end_open_step(self) -> None:
         """End a step whose last bucket was skipped or went to another hook."""
         if self.steps.is_open:
             self._count_step()

@@ -133,10 +133,10 @@ class ScaledCastState(HookState):
                     stacklevel=2,
                 )
 
-    def end_open_step(self) -> None:
+    def _end_open_step(self) -> None:
         """End a step without its last bucket, on which the algorithm counts skipped steps: the next bucket does."""
         self._is_left_open |= self.steps.is_open
-        super().end_open_step()
+        super()._end_open_step()
 
     def prepare(self, bucket: Bucket, names: tuple[str, ...], group: dist.ProcessGroup) -> "_Place":
         """The bucket as the algorithm sees it; its scale is created on the stream or thread that uses it."""

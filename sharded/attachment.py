@@ -284,7 +284,7 @@ def _attach_average(replicated: Sequence[ParameterGroup], state: Any, hook: Comm
     for group in replicated:
         group.replace_replicas(ReplicaGroup(group, state, hook, exchange, layouts))
     if isinstance(state, HookState):
-        exchange.step_ends.append(state.end_open_step)
+        exchange.step_ends.append(state._end_open_step)
         # A pattern may match only parameters that are not compressed, or of which this rank has no rows.
         empty = {name: torch.empty(0, device=group.device) for group in replicated for name in group.parameters}
         state.names.bind_layouts(empty | {name: layouts[name] for names in averaged for name in names})

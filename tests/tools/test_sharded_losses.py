@@ -55,6 +55,6 @@ def test_table_has_differences_to_no_compression(monkeypatch):
     records = [replace(record, provenance={"settings": measured.settings}) for record in measured.records]
     (table,) = sharded_losses.tables(records)
     assert [row[:3] for row in table.rows[:2]] == [["fp32", "none", "32"], ["int8", "none", "8.25"]]
-    assert table.rows[0][3:] == ["3.000", "2.000"]
+    assert table.rows[0][3:] == ["2.500", "2.000"]
     assert table.rows[3] == ["int4", "fp32, 4 B", "4.25", *["+0.250 (+0.250 to +0.250)"] * 2]
     assert len(table.rows) == len(METHODS)
