@@ -205,7 +205,8 @@ def time_steps(settings: dict[str, Any]) -> list[Record]:
     cases = [NodesCase(task, seam, method, settings["hosts"]) for seam in settings["seams"] for method in SEAMS[seam]]
     for case in cases:
         case.check(first, means)
-    records, sent_bytes = [], None if all(rate.is_loopback for rate in rates) else namespaces.sent_bytes
+    records = []
+    sent_bytes = None if all(rate.is_loopback for rate in rates) else namespaces.sent_bytes
     for rate in rates:
         if os.environ["LOCAL_RANK"] == "0":
             limit(rate)

@@ -16,6 +16,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from gradwire.bench import converge, demo, kernels, network
 from gradwire.bench.implementations import GRADWIRE, PYTORCH
+from gradwire.bench.kernel_cases import COMPILED, EAGER
 from gradwire.bench.record import Metric, Record, format_bytes, replacing, unique
 from gradwire.bench.tables import count, find, format_bandwidth, format_link, format_number, groups_of, median_of
 from gradwire.planner.hook_registry import CAST, PLAIN, STAR_NOTE, display_name, label
@@ -50,8 +51,8 @@ _KERNEL_STYLES = {
     "PyTorch's hook": (_RED, "s"),
     "cat, to, div": (_GREEN, "^"),
     "norm, div": (_GREEN, "^"),
-    "eager PyTorch": (_GREEN, "^"),
-    "torch.compile": (_PURPLE, "D"),
+    EAGER: (_GREEN, "^"),
+    COMPILED: (_PURPLE, "D"),
     "foreach copy": (_BLACK, "x"),
     "linalg.qr": (_ORANGE, "v"),
 }

@@ -87,7 +87,8 @@ def measure_exchange(
         per_node = ranks_per_node(connections_of(own).nodes())
     else:
         per_node = given.ranks_per_node
-        local_size, round_trip = (per_node if per_node < world_size else 1), 2 * given.latency
+        local_size = per_node if per_node < world_size else 1
+        round_trip = 2 * given.latency
     is_gloo = dist.get_backend(own) == "gloo" or (device.type == "cpu" and is_gloo_on_cpu(own))
     costs = []
     with _frozen_heap():

@@ -228,26 +228,14 @@ class Reducer:
         with self._lock:
             tracks_usage = self._backward.may_leave_out and self.static_calls is None
             while hooks.recorded:
-                taken, ready = hooks.recorded[:], []
+                taken = hooks.recorded[:]
                 del hooks.recorded[: len(taken)]  # other threads may append meanwhile
-                if self._backward.phase is Phase.REDUCING and not tracks_usage and not self.static_graph:
-                    self._backward.ready_order += taken
-                    ready, taken = taken, []
-                for index in taken:
-                    if self._backward.has_follower:
-                        self._begin_again()
-                    backward = self._backward
-                    is_again = backward.phase is Phase.AGAIN
-                    if (tracks_usage or is_again) and self.parameters[index].grad is not None:
-                        backward.used.local[index] = 1  # also in no_sync, whose gradients the next reduction includes
-                    if is_again:
-                        continue
-                    if backward.phase is Phase.DONE or (self.static_graph and not self._is_last_call(index)):
-                        continue
-                    if backward.phase is Phase.PREPARED:
-                        self._begin_reduction(index)
-                    backward.ready_order.append(index)
-                    ready.append(index)
+                backward = self._backward
+                if backward.phase is Phase.REDUCING and not tracks_usage and not self.static_graph:  # usually
+                    backward.ready_order += taken
+                    ready = taken
+                else:
+                    ready = [index for index in taken if self._becomes_ready(index, tracks_usage)]
                 if not ready:
                     continue
                 backward = self._backward
@@ -260,6 +248,23 @@ class Reducer:
                     backward.expected_in = backward.n_launched
                 elif not self.is_finalized_by_caller:
                     queue_callback(self._finalize)
+
+    def _becomes_ready(self, index: int, tracks_usage: bool) -> bool:
+        """Whether a gradient is ready, now that autograd has accumulated it; begins a reduction with the first one."""
+        if self._backward.has_follower:
+            self._begin_again()
+        backward = self._backward
+        is_again = backward.phase is Phase.AGAIN
+        if (tracks_usage or is_again) and self.parameters[index].grad is not None:
+            backward.used.local[index] = 1  # also in no_sync, whose gradients the next reduction includes
+        if is_again:
+            return False
+        if backward.phase is Phase.DONE or (self.static_graph and not self._is_last_call(index)):
+            return False
+        if backward.phase is Phase.PREPARED:
+            self._begin_reduction(index)
+        backward.ready_order.append(index)
+        return True
 
     def _is_last_call(self, index: int) -> bool:
         """With a static graph, count a call of a parameter's autograd hook; returns whether it is the last."""
