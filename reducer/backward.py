@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
 from torch.futures import Future
 
 from gradwire.comm.stream_executor import Handle
+from gradwire.comm.torch_internals import queue_callback
 from gradwire.comm.transport import clear_frames
 from gradwire.reducer.bucket import ReducerBucket
 from gradwire.reducer.unused_parameters import UsedParameters
@@ -22,6 +25,24 @@ class Phase(Enum):
     AGAIN = "gradients of a further backward of a synchronized forward come in; its end reduces all buckets"
 
 
+class EndCallback:
+    """A callback at the end of a backward. Autograd alone keeps it, until the backward has ended or raised."""
+
+    def __init__(self) -> None:
+        self._callback: Callable[[], object] = lambda: None
+
+    @property
+    def is_queued(self) -> bool:
+        """Whether the backward that it was queued in still runs."""
+        return self._callback() is not None
+
+    def queue(self, callback: Callable[[], None]) -> None:
+        """Call ``callback``, a method, once at the end of the running backward."""
+        if not self.is_queued:
+            self._callback = weakref.ref(callback)
+            queue_callback(callback)
+
+
 class Backward:
     """The state of one synchronized backward pass.
 
@@ -34,14 +55,14 @@ class Backward:
         n_parameters = len(used.local)
         self.phase, self.may_leave_out, self.used = phase, may_leave_out, used
         self.is_again = phase is Phase.AGAIN  # whether it is not the first of its forward
-        self.has_follower = False  # whether a further backward of its forward runs, without a ready gradient so far
+        self.follower = EndCallback()  # queued while a further backward of its forward runs without a ready gradient
         self.divisor = 1  # of sums over ranks: the world size; in `join`, the number of ranks with inputs left
         self.ready = bytearray(n_parameters)  # 1 for each parameter whose gradient is ready
         self.ready_order: list[int] = []  # of parameters, as autograd completed their gradients; without unused ones
         self.n_pending = [len(bucket.members) for bucket in buckets]  # gradients that each bucket still waits for
         self.expected_in = -1  # position of the bucket of which a hook is not deferred, so that its end is noticed
         self.calls = [0] * n_parameters  # of each parameter's autograd hook, with a static graph
-        self.is_delay_queued = False  # whether `_delay_all_reduce` runs at its end
+        self.delay = EndCallback()  # `_delay_all_reduce`
         self.n_launched = 0  # buckets, skipped ones included
         self.skipped: set[int] = set()  # positions of the buckets that are not reduced: no parameter of them is used
         # None before the launch, and if not reduced.

@@ -70,8 +70,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         check_reduction: ignored, as in PyTorch.
         gradient_as_bucket_view: whether every ``.grad`` becomes a view of a flat buffer.
         static_graph: promises that every backward pass uses the same parameters as the first, the same number of times.
-            Supports unused parameters without the costs of ``find_unused_parameters``, and activation checkpointing of
-            shared parameters.
+            Supports unused parameters without the traversal of ``find_unused_parameters``, and activation checkpointing
+            of shared parameters. The small all-reduce remains: it finds ranks that are out of step.
         delay_all_reduce_named_params: (name, parameter) pairs to leave out of the buckets; their gradients are reduced
             together in one flat fp32 buffer at the end of the backward.
         param_to_hook_all_reduce: required with ``delay_all_reduce_named_params``, as in PyTorch; no effect.

@@ -251,7 +251,7 @@ class Reducer:
 
     def _becomes_ready(self, index: int, tracks_usage: bool) -> bool:
         """Whether a gradient is ready, now that autograd has accumulated it; begins a reduction with the first one."""
-        if self._backward.has_follower:
+        if self._backward.follower.is_queued:
             self._begin_again()
         backward = self._backward
         is_again = backward.phase is Phase.AGAIN
@@ -295,7 +295,6 @@ class Reducer:
         self._backward.ready_order = order  # for the rebuild of the buckets
 
     def _end_of_further_backward(self) -> None:
-        self._backward.has_follower = False
         if self._backward.phase is Phase.AGAIN:  # not if only gradients of inputs were computed
             self._reduce_all()
 
@@ -570,13 +569,10 @@ class Reducer:
         self.static_graph = self._backward.may_leave_out = True
 
     def _queue_delay(self) -> None:
-        if not self._backward.is_delay_queued:
-            self._backward.is_delay_queued = True
-            queue_callback(self._delay_all_reduce)
+        self._backward.delay.queue(self._delay_all_reduce)
 
     def _delay_all_reduce(self) -> None:
         """Reduce all buckets at the end of the first backward of a static graph, and keep the calls of its hooks."""
-        self._backward.is_delay_queued = False
         if self._backward.phase is Phase.DONE:  # no_sync counts nothing
             return
         if not any(self._backward.calls):  # a backward to the inputs alone; the next one of this forward may reach more
@@ -724,8 +720,7 @@ def _make_output_hook(reference: weakref.ref[Reducer], is_synchronized: bool) ->
         backward = reducer._backward
         if reducer.static_graph and reducer.static_calls is None:
             reducer._queue_delay()
-        elif is_synchronized and backward.phase is Phase.DONE and not backward.has_follower:
-            backward.has_follower = True
-            queue_callback(reducer._end_of_further_backward)
+        elif is_synchronized and backward.phase is Phase.DONE:
+            backward.follower.queue(reducer._end_of_further_backward)
 
     return hook

@@ -154,7 +154,8 @@ def run_stage(
             print(f"{place} {outcome.status} in {outcome.seconds:.1f} s: {name}{reason}", flush=True)
             if outcome.status == "failed":
                 failed.append(name)
-                tracebacks[traceback_of(outcome.text)] += 1
+                if places := traceback_of(outcome.text):
+                    tracebacks[places] += 1
                 print(outcome.text, flush=True)
     for line in tables({name: rows for name, rows in measured.items() if rows}):
         print(f"{label}: {line}", flush=True)
@@ -169,9 +170,9 @@ def run_stage(
 
 
 def traceback_of(text: str) -> tuple[str, ...]:
-    """The lines of a failure's first traceback that name a place in the code."""
-    first_rank = text.partition("--- output of rank")[0]
-    return tuple(re.findall(r'^  File ".*$', first_rank, re.MULTILINE))
+    """The lines that name a place in the code, in the traceback of the first rank that has one."""
+    parts = (re.findall(r'^  File ".*$', part, re.MULTILINE) for part in text.split("--- output of rank"))
+    return tuple(next(filter(None, parts), ()))
 
 
 def run_first(**options: Any) -> list[str]:

@@ -82,9 +82,10 @@ class Crew:
         start = time.monotonic()
         if not self._members:
             self._start(limit)
-            answers = self._collect(START_LIMIT)
+            answers = self._collect(min(START_LIMIT, limit))
             if any(answer.status != "passed" for answer in answers):
                 return self._failure("The start of the processes", answers, time.monotonic() - start)
+            limit -= time.monotonic() - start
             start = time.monotonic()
         for member in self._members:
             with suppress(OSError):  # it has ended, and its answer will be missing

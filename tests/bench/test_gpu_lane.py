@@ -199,6 +199,14 @@ def failure(line):
     return worker.Outcome("failed", f"The case failed after 1.0 s.\n--- rank 0 failed {traceback}\n{output}")
 
 
+def test_traceback_is_that_of_the_first_rank_that_has_one():
+    assert lane.traceback_of(failure(7).text) == ('  File "kernels.py", line 7, in flatten',)
+    silent = "The case failed after 1.0 s.\n--- rank 0 gave no answer in time\n"
+    assert lane.traceback_of(silent) == ()
+    outputs = '--- output of rank 0:\nwaiting\n--- output of rank 1:\n  File "other.py", line 1, in f\n'
+    assert lane.traceback_of(silent + outputs) == ('  File "other.py", line 1, in f',)
+
+
 def test_first_stage_ends_with_a_verdict(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(lane, "_source", lambda _: "this code")
     cases = len(first.FIRST) + len(first.FIRST_RANKS)

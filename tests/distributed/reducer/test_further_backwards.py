@@ -176,6 +176,18 @@ def raise_fault(_):
     raise Fault
 
 
+@on_ranks(2, limit=60)
+def test_further_backward_that_raised_early_can_be_repeated():
+    ddp, step, output = after_one_backward()
+    handle = output["left"].register_hook(raise_fault)  # before the first gradient of a parameter
+    assert error_of(loss_of(output).backward, retain_graph=True)[0] == "Fault"
+    handle.remove()
+    ddp.zero_grad()
+    loss_of(output).backward()
+    assert_same_on_all_ranks(from_all_ranks(gradients(ddp)))
+    step()
+
+
 @on_ranks(2, 3, limit=60)
 def test_error_in_a_further_backward_raises_on_every_rank():
     ddp, step, output = after_one_backward()

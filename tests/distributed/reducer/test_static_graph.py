@@ -20,7 +20,7 @@ from tests.support.features import (
     wrap,
 )
 from tests.support.ranks import from_all_ranks, on_ranks
-from tests.support.training import SMALLEST, error_of, gradients, own_batches
+from tests.support.training import SMALLEST, Fault, error_of, gradients, own_batches
 from tests.support.zoo import Probe
 
 
@@ -139,6 +139,21 @@ def test_gradients_of_the_inputs_alone_do_not_tell_a_static_graph_what_is_unused
             output.backward()
         assert_same_bits(gradients(ddp), gradients(twin))
         assert_same_on_all_ranks(from_all_ranks(gradients(ddp)))
+
+
+def raise_fault(_):
+    raise Fault
+
+
+@on_ranks(2)
+def test_first_backward_of_a_static_graph_that_raised_early_can_be_repeated():
+    ddp = wrap("gradwire", Parts(), static_graph=True)
+    output = ddp(torch.full((3, 4), 1.0 + dist.get_rank()), (0, 1))
+    handle = output.register_hook(raise_fault)  # before the first gradient of a parameter
+    assert error_of(output.backward, retain_graph=True)[0] == "Fault"
+    handle.remove()
+    output.backward()
+    assert_same_on_all_ranks(from_all_ranks(gradients(ddp)))
 
 
 @views
