@@ -55,7 +55,7 @@ class Backward:
         n_parameters = len(used.local)
         self.phase, self.may_leave_out, self.used = phase, may_leave_out, used
         self.is_again = phase is Phase.AGAIN  # whether it is not the first of its forward
-        self.follower = EndCallback()  # queued while a further backward of its forward runs without a ready gradient
+        self.follower = EndCallback()  # queued while a further backward of its forward runs
         self.divisor = 1  # of sums over ranks: the world size; in `join`, the number of ranks with inputs left
         self.ready = bytearray(n_parameters)  # 1 for each parameter whose gradient is ready
         self.ready_order: list[int] = []  # of parameters, as autograd completed their gradients; without unused ones

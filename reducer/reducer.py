@@ -251,7 +251,7 @@ class Reducer:
 
     def _becomes_ready(self, index: int, tracks_usage: bool) -> bool:
         """Whether a gradient is ready, now that autograd has accumulated it; begins a reduction with the first one."""
-        if self._backward.follower.is_queued:
+        if self._backward.phase is Phase.DONE and self._backward.follower.is_queued:
             self._begin_again()
         backward = self._backward
         is_again = backward.phase is Phase.AGAIN
@@ -290,9 +290,10 @@ class Reducer:
                 "pass: add up the losses, or use no_sync() for the forward passes whose gradients another one will "
                 "average."
             )
-        order, used = self._backward.ready_order, UsedParameters(len(self.parameters), self.exchange.device)
+        earlier, used = self._backward, UsedParameters(len(self.parameters), self.exchange.device)
         self._backward = Backward(self.buckets, Phase.AGAIN, may_leave_out=True, used=used)
-        self._backward.ready_order = order  # for the rebuild of the buckets
+        self._backward.follower = earlier.follower
+        self._backward.ready_order = earlier.ready_order  # for the rebuild of the buckets
 
     def _end_of_further_backward(self) -> None:
         if self._backward.phase is Phase.AGAIN:  # not if only gradients of inputs were computed
@@ -720,7 +721,9 @@ def _make_output_hook(reference: weakref.ref[Reducer], is_synchronized: bool) ->
         backward = reducer._backward
         if reducer.static_graph and reducer.static_calls is None:
             reducer._queue_delay()
-        elif is_synchronized and backward.phase is Phase.DONE:
+        elif is_synchronized and backward.phase in (Phase.DONE, Phase.AGAIN):
+            if backward.phase is Phase.AGAIN and not backward.follower.is_queued:
+                reducer._check_reducer_finalized()  # raises: an earlier further backward has
             backward.follower.queue(reducer._end_of_further_backward)
 
     return hook

@@ -179,13 +179,26 @@ def raise_fault(_):
 @on_ranks(2, limit=60)
 def test_further_backward_that_raised_early_can_be_repeated():
     ddp, step, output = after_one_backward()
-    handle = output["left"].register_hook(raise_fault)  # before the first gradient of a parameter
+    handle = output["right"].register_hook(raise_fault)  # comes first: no parameter has a gradient yet
     assert error_of(loss_of(output).backward, retain_graph=True)[0] == "Fault"
     handle.remove()
     ddp.zero_grad()
     loss_of(output).backward()
     assert_same_on_all_ranks(from_all_ranks(gradients(ddp)))
     step()
+
+
+@on_ranks(2, limit=60)
+def test_further_backward_that_raised_late_cannot_be_repeated():
+    ddp, step, output = after_one_backward()
+    handle = output["left"].register_hook(raise_fault)  # the right head has its gradients
+    assert error_of(loss_of(output).backward, retain_graph=True)[0] == "Fault"
+    handle.remove()
+    dist.barrier()
+    kind, text = error_of(loss_of(output).backward)
+    assert kind == "RuntimeError"
+    assert "a further backward pass of a synchronized forward pass raised an exception" in text
+    assert_resumes(ddp, step)
 
 
 @on_ranks(2, 3, limit=60)
