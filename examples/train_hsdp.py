@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import gradwire
-from gradwire.hooks.quantization_hooks import QuantizationState
 
 
 def main() -> None:
@@ -34,7 +33,7 @@ def main() -> None:
     for layer in (model[0], model[2]):
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    attachment = gradwire.attach(model, QuantizationState(wire="int4"))
+    attachment = gradwire.attach(model, "int4")
 
     if dist.get_rank() == 0:
         print(attachment.report)

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from checkpointing import load, save
 from torch import nn
 
+import gradwire
 from gradwire import DistributedDataParallel
-from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
 
 STEPS = 150
 
@@ -34,8 +34,7 @@ def main(folder: Path) -> None:
     teacher = torch.randn(64, 64, device=device) / 8
 
     model = DistributedDataParallel(model)
-    state = QuantizationState(wire="int4")
-    model.register_comm_hook(state, quantization_hook)
+    state = gradwire.attach(model, "int4").state
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
     start = load(folder, model, optimizer, hook=state)  # 0 in the first run

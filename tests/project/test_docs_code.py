@@ -44,9 +44,13 @@ def blocks_of(page):
     return re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.DOTALL | re.MULTILINE)
 
 
+def takes_hook(block):
+    return re.search(r"register_comm_hook\(|gradwire\.attach\(\s*model,", block) is not None
+
+
 def run(block, names):
-    """Run a block; a block that registers a hook gets a new model, wrapped unless the block wraps it."""
-    if "register_comm_hook(" in block:
+    """Run a block; a block that takes a hook gets a new model, wrapped unless the block wraps it."""
+    if takes_hook(block):
         wraps = "DistributedDataParallel(model)" in block
         names["model"] = new_model() if wraps else gradwire.DistributedDataParallel(new_model())
     exec(block, names)
@@ -70,7 +74,7 @@ def test_code_on_a_page_runs_and_its_hooks_train(world_of_one, monkeypatch, page
     names = {"torch": torch, "dist": dist}
     for block in found:
         run(block, names)
-        if "register_comm_hook(" in block:
+        if takes_hook(block):
             train(names["model"], torch.optim.SGD(names["model"].parameters(), lr=0.01), 3)
             assert all(parameter.isfinite().all() for parameter in names["model"].parameters())
     for test in [function for name, function in names.items() if name.startswith("test_")]:
