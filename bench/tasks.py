@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LinearLR, LRScheduler
 from gradwire.bench.gradient_checks import is_equal_everywhere
 from gradwire.bench.implementations import GRADWIRE, ONE_BUCKET_MB, PYTORCH, TorchDDP, maker_of, needs_one_bucket, wrap
 from gradwire.comm.connections import connections_of
-from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from gradwire.hooks._by_name import hook_named
 from gradwire.planner.hook_registry import COMPARABLE, HookEntry, PyTorchHook
 from gradwire.reducer import DistributedDataParallel
 
@@ -29,10 +29,11 @@ PLAIN_STEPS = 2  # uncompressed steps of quantized and low-rank hooks: the fewes
 RAMP_STEPS = 10  # steps until the learning rate has its full size
 OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon", "sgd": "SGD"}
 NO_FEEDBACK = "powersgd-r4-no-feedback"
+_NO_FEEDBACK = hook_named(NO_FEEDBACK)
 TRAINED_HOOKS = COMPARABLE | {
     NO_FEEDBACK: HookEntry(
         description="factors of rank 4, without error feedback",
-        make=lambda group, start: (PowerSGDState(group, 4, start, use_error_feedback=False), powerSGD_hook),
+        make=lambda group, start: (_NO_FEEDBACK.state(group, start_powerSGD_iter=start), _NO_FEEDBACK.hook),
         pytorch=PyTorchHook(
             make=lambda group, start: (
                 torch_powersgd.PowerSGDState(group, 4, start, use_error_feedback=False),

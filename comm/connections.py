@@ -326,7 +326,7 @@ def _why_it_ends(rank: int) -> str:
 
 
 def may_follow_from_peer(error: BaseException) -> bool:
-    """Whether an error may be that of a collective, so that another rank's error explains it."""
+    """Whether an error may come from a collective that failed because another rank has."""
     return type(error) in (RuntimeError, dist.DistBackendError, dist.DistNetworkError)
 
 

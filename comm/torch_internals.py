@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -77,6 +78,24 @@ with private_names():
             GlooGroup._Options._threads,
             GlooGroup._Options._timeout,
         )
+
+
+class EndCallback:
+    """A callback at the end of a backward. Autograd alone keeps it, until the backward has ended or raised."""
+
+    def __init__(self) -> None:
+        self._callback: Callable[[], object] = lambda: None
+
+    @property
+    def is_queued(self) -> bool:
+        """Whether the backward that it was queued in still runs."""
+        return self._callback() is not None
+
+    def queue(self, callback: Callable[[], None]) -> None:
+        """Call ``callback``, a method, once at the end of the running backward."""
+        if not self.is_queued:
+            self._callback = weakref.ref(callback)
+            queue_callback(callback)
 
 
 def default_group() -> dist.ProcessGroup:

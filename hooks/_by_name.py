@@ -30,10 +30,10 @@ from gradwire.hooks.quantization_hooks import QuantizationState, quantization_ho
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
 from gradwire.kernels import WIRE_FORMATS
 
-# Wire formats with scales by the name of their hook.
-QUANTIZED = {"fp8" if name == "fp8_e4m3" else name: name for name, wire in WIRE_FORMATS.items() if wire.is_scaled}
-NONE = "none"  # no hook
 _ALIASES = {"fp8_e4m3": "fp8"}
+# Wire formats with scales by the name of their hook.
+QUANTIZED = {_ALIASES.get(name, name): name for name, wire in WIRE_FORMATS.items() if wire.is_scaled}
+NONE = "none"  # no hook
 _NO_FEEDBACK = r"(?P<off>-no-feedback)?"
 _WIRE = re.compile(rf"(?P<wire>{'|'.join(QUANTIZED)}){_NO_FEEDBACK}")
 _POWERSGD = re.compile(

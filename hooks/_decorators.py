@@ -24,6 +24,10 @@ _replayable_hooks: weakref.WeakSet[Callable[..., object]] = weakref.WeakSet()
 _gradwire_hooks: weakref.WeakSet[Callable[..., object]] = weakref.WeakSet()
 
 
+def _is_among(hook: Callable[..., object], marked: weakref.WeakSet[Callable[..., object]]) -> bool:
+    return any(each is hook for each in marked)  # a hook need not be hashable
+
+
 def zero_copy(hook: Hook) -> Hook:
     """Mark a hook as zero-copy: it gets its gradients from `Bucket.work`, so they need not be in a flat buffer."""
     _zero_copy_hooks.add(hook)
@@ -32,7 +36,7 @@ def zero_copy(hook: Hook) -> Hook:
 
 def is_zero_copy(hook: Callable[..., object]) -> bool:
     """Whether ``hook`` is marked by `zero_copy`."""
-    return any(marked is hook for marked in _zero_copy_hooks)  # a hook need not be hashable
+    return _is_among(hook, _zero_copy_hooks)
 
 
 def replayable(hook: Hook) -> Hook:
@@ -43,7 +47,7 @@ def replayable(hook: Hook) -> Hook:
 
 def is_replayable(hook: Callable[..., object]) -> bool:
     """Whether ``hook`` is marked by `replayable`."""
-    return any(marked is hook for marked in _replayable_hooks)  # a hook need not be hashable
+    return _is_among(hook, _replayable_hooks)
 
 
 def name_of(hook: object) -> str:
@@ -113,4 +117,4 @@ def ddp_hook(*kinds: type, wrapped: Callable[..., Any] | None = None) -> Callabl
 
 def is_gradwire_hook(hook: Callable[..., Any]) -> bool:
     """Whether ``hook`` is one of gradwire's, or a 16-bit wrapper of one."""
-    return any(each is hook for each in _gradwire_hooks)  # a hook need not be hashable
+    return _is_among(hook, _gradwire_hooks)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
 from torch.futures import Future
 
 from gradwire.comm.stream_executor import Handle
-from gradwire.comm.torch_internals import queue_callback
+from gradwire.comm.torch_internals import EndCallback
 from gradwire.comm.transport import clear_frames
 from gradwire.reducer.bucket import ReducerBucket
 from gradwire.reducer.unused_parameters import UsedParameters
@@ -23,24 +21,6 @@ class Phase(Enum):
     REDUCING = "gradients are ready, and buckets are launched once they are complete"
     DONE = "all results are in the gradients, or the backward was discarded"
     AGAIN = "gradients of a further backward of a synchronized forward come in; its end reduces all buckets"
-
-
-class EndCallback:
-    """A callback at the end of a backward. Autograd alone keeps it, until the backward has ended or raised."""
-
-    def __init__(self) -> None:
-        self._callback: Callable[[], object] = lambda: None
-
-    @property
-    def is_queued(self) -> bool:
-        """Whether the backward that it was queued in still runs."""
-        return self._callback() is not None
-
-    def queue(self, callback: Callable[[], None]) -> None:
-        """Call ``callback``, a method, once at the end of the running backward."""
-        if not self.is_queued:
-            self._callback = weakref.ref(callback)
-            queue_callback(callback)
 
 
 class Backward:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -13,7 +12,7 @@ import torch.distributed as dist
 
 from gradwire.comm import connections_of
 from gradwire.comm.connections import has_streams, may_follow_from_peer
-from gradwire.comm.torch_internals import NO_BACKWARD, current_backward, queue_callback
+from gradwire.comm.torch_internals import NO_BACKWARD, EndCallback, current_backward, queue_callback
 from gradwire.comm.transport import wait_for
 from gradwire.hooks._handshake import compare_settings
 from gradwire.sharded.torch_internals import ParameterGroup
@@ -60,7 +59,7 @@ class ShardedExchange:
         self._is_loaded = False  # whether a checkpoint was loaded since the ranks compared their settings
         self._agreed: dict[dist.ProcessGroup, int] = {}  # generation of the connections in the latest handshake
         self._backward = NO_BACKWARD
-        self._callback: Callable[[], object] = lambda: None  # returns the callback of the backward while that runs
+        self._end = EndCallback()  # `_end_backward`
         self._error: Exception | None = None  # of this backward
 
     def begin(self) -> None:
@@ -69,13 +68,12 @@ class ShardedExchange:
         if backward in (NO_BACKWARD, self._backward):  # NO_BACKWARD: in a callback at the end of the backward
             return
         if self._backward != NO_BACKWARD:
-            if self._callback() is not None:  # inside of a backward that still runs: reentrant checkpointing
+            if self._end.is_queued:  # inside of a backward that still runs: reentrant checkpointing
                 return
             self.wait()
             self.restart()
-        self._backward, self._error, callback = backward, None, self._end_backward
-        self._callback = weakref.ref(callback)
-        queue_callback(callback)  # autograd drops it if the backward raises
+        self._backward, self._error = backward, None
+        self._end.queue(self._end_backward)
 
     def has_averaged(self, parameters: ParameterGroup) -> bool:
         """Whether a hook has averaged the parameter group in this backward."""

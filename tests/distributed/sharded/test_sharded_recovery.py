@@ -277,7 +277,7 @@ def test_backward_that_the_user_has_failed_is_no_step_and_one_inside_of_another_
     def begin(backward):
         with (
             mock.patch.object(gradwire.sharded.exchange, "current_backward", lambda: backward),
-            mock.patch.object(gradwire.sharded.exchange, "queue_callback", callbacks.append),
+            mock.patch.object(gradwire.comm.torch_internals, "queue_callback", callbacks.append),
         ):
             exchange.begin()
 
