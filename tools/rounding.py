@@ -209,7 +209,10 @@ def errors_table(records: Sequence[Record]) -> Table:
     columns = [
         ("bits per element", value(BITS)),
         *((count(size, "rank"), _error(RELATIVE_ERROR, size)) for size in sizes),
-        (f"{count(STEPS_WORLD_SIZE, 'rank')}, {STEPS} steps", _error(RELATIVE_ERROR_OF_STEPS, STEPS_WORLD_SIZE)),
+        (
+            f"{count(STEPS_WORLD_SIZE, 'rank')}, {facts['steps']} steps",
+            _error(RELATIVE_ERROR_OF_STEPS, STEPS_WORLD_SIZE),
+        ),
     ]
     notes = (
         f"relative error: norm of the error divided by the norm of the mean in fp64; {facts['numel']:,} normally "
@@ -225,22 +228,22 @@ def errors_table(records: Sequence[Record]) -> Table:
 
 def formats_table(records: Sequence[Record]) -> Table:
     """gradwire's and published formats in a two-shot all-reduce of recorded gradients."""
-    ranks = count(recorded_gradients.RANKS, "rank")
+    ranks, steps = count(recorded_gradients.RANKS, "rank"), records[0].provenance["settings"]["steps"]
     columns = [
         ("bits per element", value(BITS)),
         ("vNMSE, normal", _of_gradients(VNMSE, ".1e", in_trainings=False)),
         ("vNMSE in trainings", _of_gradients(VNMSE, ".1e")),
         ("gain in trainings", _of_gradients(GAIN, ".3f")),
-        (f"error, {STEPS} steps", _error(RELATIVE_ERROR_OF_STEPS, STEPS_WORLD_SIZE)),
+        (f"error, {steps} steps", _error(RELATIVE_ERROR_OF_STEPS, STEPS_WORLD_SIZE)),
     ]
     notes = [
         "MX formats, NVFP4 and int4-128 are re-implemented from their specifications",
-        f"vNMSE: squared norm of the error of one step, divided by that of the mean of {ranks} in fp64; two-shot",
+        f"the vNMSE is the squared norm of one step's error, divided by that of the mean of {ranks} in fp64; two-shot",
         "gain: inner product of the result and the mean, divided by the squared norm of the mean",
         f"in trainings: median (range) over the steps {', '.join(f'{step:,}' for step in recorded_gradients.STEPS)} of "
         f"{len(recorded_gradients.TRAININGS)} trainings of `gradwire bench converge`; gradients of all matrices and "
         "convolution kernels",
-        f"error, {STEPS} steps: relative error of the mean over these steps, with error feedback; normal numbers, "
+        f"error, {steps} steps: relative error of the mean over these steps, with error feedback; normal numbers, "
         f"{count(STEPS_WORLD_SIZE, 'rank')}",
     ]
     two_shots = [record for record in records if record.implementation == TWO_SHOT]

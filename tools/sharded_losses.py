@@ -131,8 +131,8 @@ def tables(records: Sequence[Record]) -> list[Table]:
         f"{settings['parameters']:,} parameters, AdamW, {settings['steps']} steps"
     )
     notes = [
-        f"losses (nats): that of {PLAIN}, and for the others the difference with the same seed; mean of {SEEDS} seeds "
-        "(range)",
+        f"losses in nats: {PLAIN}'s own, and for the others the difference to it with the same seed; mean of {SEEDS} "
+        "seeds (range)",
         f"training loss: mean over the last {WINDOW} steps and the ranks; validation loss after the last step",
         "averaged: the memory of LoCo; int4-128: groups of 128, as in SDP4Bit without its rotation; re-implemented",
         "error memory: bytes per element of the unsharded model, on every rank",
