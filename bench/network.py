@@ -35,8 +35,8 @@ from gradwire.planner.hook_registry import FIRST_COMPRESSED, label
 
 REFERENCE = "noop"
 DEFAULT_HOOKS = (
-    *("noop", "none", "fp16", "bf16", "int8", "int4", "int2"),
-    *("powersgd-r1", "powersgd-r4", "powersgd-r16", "powersgd-r8-int8", "powersgd-r16-int8"),
+    *("noop", "none", "fp16", "bf16", "int8", "int6", "int4", "int2", "sign"),
+    *("powersgd-r1", "powersgd-r4", "powersgd-r16", "powersgd-r8-int8", "powersgd-r16-int8", "powersgd-r32-int8"),
 )
 DEFAULT_RATES = ("100mbit", "1gbit", "unlimited")
 _PROBE_BYTES = 8_000_000
