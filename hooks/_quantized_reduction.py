@@ -4,9 +4,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from gradwire.algorithms import NodeBucket, Quantization, QuantizedBucket, Step, repeatable
+from gradwire.algorithms._validation import check_whole_number
 from gradwire.comm import Algorithm, Transport
-from gradwire.compress import NodeBucket, Quantization, QuantizedBucket, Step, repeatable
-from gradwire.compress._validation import check_whole_number
 from gradwire.hooks._bucket import Bucket, GradBucket
 from gradwire.hooks._plans import replayed
 from gradwire.hooks._reduction import reduce_bucket

@@ -8,11 +8,11 @@ from typing import Any, cast
 import torch
 from torch.futures import Future
 
+from gradwire.algorithms import Step, is_repeatable, sparse_all_reduce
+from gradwire.algorithms.memory import BucketMemory
 from gradwire.comm import Algorithm, Connections, Task, Workspace
 from gradwire.comm.connections import BACKWARD
 from gradwire.comm.stream_executor import StreamExecutor
-from gradwire.compress import Step, is_repeatable, sparse_all_reduce
-from gradwire.compress.memory import BucketMemory
 from gradwire.hooks._bucket import Bucket, BucketWork, TorchBucket
 from gradwire.hooks._plans import Plans
 from gradwire.hooks._settings import HookSettings

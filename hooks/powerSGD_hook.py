@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.comm import Algorithm, Transport
-from gradwire.compress import (
+from gradwire.algorithms import (
     LowRankBucket,
     LowRankPolicy,
     alternating_all_reduce,
@@ -26,7 +25,7 @@ from gradwire.compress import (
     powersgd_all_reduce,
     repeatable,
 )
-from gradwire.compress._validation import (
+from gradwire.algorithms._validation import (
     MAX_COUNT,
     check_elements,
     check_flag,
@@ -35,8 +34,9 @@ from gradwire.compress._validation import (
     check_whole_number,
     wrong,
 )
-from gradwire.compress.memory import MemoryByName, error_like
-from gradwire.compress.powersgd import check_factors, check_size_of_factors
+from gradwire.algorithms.memory import MemoryByName, error_like
+from gradwire.algorithms.powersgd import check_factors, check_size_of_factors
+from gradwire.comm import Algorithm, Transport
 from gradwire.hooks._bucket import Bucket, GradBucket
 from gradwire.hooks._decorators import ddp_hook, replayable
 from gradwire.hooks._memory import ERRORS

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from gradwire.compress import DelayedScaling
+from gradwire.algorithms import DelayedScaling
 from gradwire.hooks.default_hooks import CastState
 from gradwire.hooks.powerSGD_hook import PowerSGDState
 from gradwire.hooks.quantization_hooks import QuantizationState

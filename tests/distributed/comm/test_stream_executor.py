@@ -7,10 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from gradwire.comm import Task
-from gradwire.comm.plan import Plan
-from gradwire.comm.stream_executor import StreamExecutor
-from gradwire.compress import (
+from gradwire.algorithms import (
     BucketScale,
     DelayedScaling,
     LowRankBucket,
@@ -25,6 +22,9 @@ from gradwire.compress import (
     quantized_all_reduce,
     scaled_cast_all_reduce,
 )
+from gradwire.comm import Task
+from gradwire.comm.plan import Plan
+from gradwire.comm.stream_executor import StreamExecutor
 from gradwire.reducer.backward import Backward
 from tests.support.stream_double import Race, Stream, StreamTransport, stream_double
 

@@ -5,8 +5,7 @@ Each function returns one of the step's number, whose result are the coroutines 
 
 import torch
 
-from gradwire.comm import Workspace
-from gradwire.compress import (
+from gradwire.algorithms import (
     BucketScale,
     DelayedScaling,
     LowRankBucket,
@@ -19,6 +18,7 @@ from gradwire.compress import (
     quantized_all_reduce,
     scaled_cast_all_reduce,
 )
+from gradwire.comm import Workspace
 
 STEPS = range(14, 19)  # a multiple of 16 among them
 CPU = torch.device("cpu")

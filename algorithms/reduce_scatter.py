@@ -22,10 +22,10 @@ from math import prod
 import torch
 from torch import Tensor
 
+from gradwire.algorithms.quantization import Quantization
+from gradwire.algorithms.step import set_counter
 from gradwire.comm.executor import Workspace
 from gradwire.comm.transport import Transport
-from gradwire.compress.quantization import Quantization
-from gradwire.compress.step import set_counter
 from gradwire.kernels import (
     BlockTable,
     MessageLayout,
