@@ -16,6 +16,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -34,6 +35,7 @@ _ALIASES = {"fp8_e4m3": "fp8"}
 # Wire formats with scales by the name of their hook.
 QUANTIZED = {_ALIASES.get(name, name): name for name, wire in WIRE_FORMATS.items() if wire.is_scaled}
 NONE = "none"  # no hook
+VARIABLE = "GRADWIRE_HOOK"  # the environment variable that names a hook
 _NO_FEEDBACK = r"(?P<off>-no-feedback)?"
 _WIRE = re.compile(rf"(?P<wire>{'|'.join(QUANTIZED)}){_NO_FEEDBACK}")
 _POWERSGD = re.compile(
@@ -49,6 +51,7 @@ class NamedHook(NamedTuple):
     make_state: type
     hook: CommHook
     options: Mapping[str, Any] = {}  # of the state
+    start_option: str | None = None  # the state's option for the number of plain steps
 
     def state(self, process_group: dist.ProcessGroup | None = None, **options: Any) -> Any:
         """A state with these and further options. Raises TypeError for an option that the name has set."""
@@ -57,6 +60,11 @@ class NamedHook(NamedTuple):
                 f"{name}={options[name]!r} contradicts the name of the hook: {name}={self.options[name]!r}."
             )
         return self.make_state(process_group, **self.options, **options)
+
+    def registration(self, process_group: dist.ProcessGroup | None, start: int) -> tuple[Any, CommHook]:
+        """State and hook that send ``start`` plain steps first, if the hook has such an option."""
+        options = {} if self.start_option is None else {self.start_option: start}
+        return self.state(process_group, **options), self.hook
 
 
 _CASTS = {
@@ -75,7 +83,8 @@ def hook_named(name: str) -> NamedHook:
         return _CASTS[name]
     if found := _WIRE.fullmatch(name):
         feedback = {"use_error_feedback": False} if found["off"] else {}
-        return NamedHook(QuantizationState, quantization_hook, {"wire": QUANTIZED[found["wire"]], **feedback})
+        options = {"wire": QUANTIZED[found["wire"]], **feedback}
+        return NamedHook(QuantizationState, quantization_hook, options, "start_iter")
     if found := _POWERSGD.fullmatch(name):
         return _low_rank(found)
     known = [*_CASTS, *QUANTIZED, *_EXAMPLES]
@@ -98,4 +107,15 @@ def _low_rank(found: re.Match[str]) -> NamedHook:
     if found["off"]:
         options["use_error_feedback"] = False
     hook = batched_powerSGD_hook if found["variant"] == "batched" else powerSGD_hook
-    return NamedHook(PowerSGDState, hook, options)
+    return NamedHook(PowerSGDState, hook, options, "start_powerSGD_iter")
+
+
+def name_from_environment() -> str | None:
+    """The hook that the environment variable `VARIABLE` names; None without one. ValueError for any other name."""
+    name = os.environ.get(VARIABLE, "").strip()
+    if name and name != NONE:
+        try:
+            hook_named(name)
+        except ValueError as error:
+            raise ValueError(f"The environment variable {VARIABLE} is {name!r}. {error}") from None
+    return name or None

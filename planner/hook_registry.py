@@ -85,12 +85,6 @@ def _cast(
     )
 
 
-def _with_state(name: str) -> Make:
-    """Makes the state of a named hook with its defaults."""
-    named = hook_named(name)
-    return lambda group, start: (named.state(group), named.hook)
-
-
 def _low_rank(name: str, description: str, *, is_same: bool = False) -> HookEntry:
     """A hook of the PowerSGD family, compared with PyTorch's `powerSGD_hook` of the same rank."""
     named = hook_named(name)
@@ -103,7 +97,7 @@ def _low_rank(name: str, description: str, *, is_same: bool = False) -> HookEntr
 
     return HookEntry(
         description=description,
-        make=lambda group, start: (named.state(group, start_powerSGD_iter=start), named.hook),
+        make=named.registration,
         code=_code(
             name,
             ", start_powerSGD_iter=2",
@@ -121,7 +115,7 @@ def _quantized(name: str) -> HookEntry:
     bits = 8 * WIRE_FORMATS[named.options["wire"]].block_bytes(64) / 64
     return HookEntry(
         description=f"gradients in {bits} bits per element, with a scale per 64 elements",
-        make=lambda group, start: (named.state(group, start_iter=start), named.hook),
+        make=named.registration,
         code=_code(name),
         below_16_bits=True,
         pytorch=PyTorchHook(make=_plain(torch_default_hooks.fp16_compress_hook), is_same=False, wire=torch.float16),
@@ -145,7 +139,7 @@ HOOKS: dict[str, HookEntry] = {
         "gradients in fp16, times a power of two per bucket",
         _FP16,
         torch.float16,
-        _with_state("scaled-fp16"),
+        hook_named("scaled-fp16").registration,
         is_same=False,
     ),
     "bf16-fp32-sum": _cast(
@@ -153,7 +147,7 @@ HOOKS: dict[str, HookEntry] = {
         "gradients in bf16, summed in fp32",
         _BF16,
         torch.bfloat16,
-        _with_state("bf16-fp32-sum"),
+        hook_named("bf16-fp32-sum").registration,
         is_same=False,
     ),
     **{name: _quantized(name) for name in QUANTIZED},
