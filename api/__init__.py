@@ -8,20 +8,21 @@ from gradwire._version import __version__
 from gradwire.reducer import DistributedDataParallel
 
 if TYPE_CHECKING:
+    from gradwire import collectives as collectives
     from gradwire import sharded as sharded
     from gradwire.sharded import attach
 else:
 
     def __getattr__(name: str) -> Any:
-        """Import `attach` and `sharded` at their first use: FSDP2 and DTensor take longer than everything else."""
+        """Import these at their first use: FSDP2 and DTensor take longer than everything else."""
         if name == "attach":
             return importlib.import_module("gradwire.sharded").attach
-        if name == "sharded":
-            return importlib.import_module("gradwire.sharded")
+        if name in ("collectives", "sharded"):
+            return importlib.import_module(f"gradwire.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-__all__ = ["DistributedDataParallel", "__version__", "attach", "hooks", "sharded"]
+__all__ = ["DistributedDataParallel", "__version__", "attach", "collectives", "hooks", "sharded"]
 
 
 def __dir__() -> list[str]:

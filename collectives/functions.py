@@ -1,0 +1,241 @@
+"""`all_reduce`, `all_reduce_coalesced` and `reduce_scatter_tensor`: adapters to the hooks' algorithms."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from gradwire.algorithms import Quantization, ScatterBucket, quantized_reduce_scatter
+from gradwire.collectives.memory import Entry
+from gradwire.collectives.places import named_wire, stateless_place
+from gradwire.comm import Task, connections_of
+from gradwire.comm.connections import ADVICE, may_follow_from_peer
+from gradwire.comm.store_collectives import gather_json
+from gradwire.comm.torch_internals import default_group
+from gradwire.comm.transport import wait_for
+from gradwire.hooks._handshake import compare_settings
+from gradwire.kernels import WIRE_FORMATS
+
+AVG, SUM = dist.ReduceOp.AVG, dist.ReduceOp.SUM
+CALL = "gradwire.collectives.resynchronize()"
+# The buckets of reduce-scatters, by wire, size, dtype and device, with the number of calls.
+_scattered: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, ScatterBucket]] = weakref.WeakKeyDictionary()
+
+
+class CompressedWork(dist.Work):
+    """A collective in flight. On a GPU, `wait` lets the current stream wait; on a CPU, the caller."""
+
+    def __init__(self, group: dist.ProcessGroup, future: Future[Any], finish: Callable[[Any], object]) -> None:
+        super().__init__()
+        self._group, self._future, self._finish = group, future, finish
+        self._is_finished = False
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until the result is there. Raises the error of the exchange; ``timeout`` is the process group's."""
+        connections = connections_of(self._group)
+        try:
+            result = wait_for(self._future, connections.check_peers)
+        except RuntimeError as error:
+            elsewhere = connections.failure_elsewhere(wait=may_follow_from_peer(error))
+            connections.fail(elsewhere or f"A collective failed on rank {dist.get_rank()}: {error}")
+            if elsewhere is None or elsewhere in str(error):
+                raise
+            raise RuntimeError(f"{elsewhere}\n{ADVICE}") from error
+        if not self._is_finished:
+            self._is_finished = True
+            self._finish(result)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether `wait` returns at once."""
+        return self._future.done()
+
+    def get_future(self) -> Future[Any]:
+        """The future of the exchange. The result is in place once `wait` has returned."""
+        return self._future
+
+
+def all_reduce(
+    tensor: Tensor,
+    op: Any = AVG,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+    *,
+    wire: str = "int8",
+    memory: Entry | None = None,
+) -> dist.Work | None:
+    """Replace ``tensor`` by its mean or sum over the ranks, sent in a wire format. A collective call.
+
+    Sums are taken in fp32; the result has the same bits on all ranks. It is the two-shot all-reduce of
+    `quantization_hook`, and for "bf16" that of `bf16_compress_hook` with ``accumulate="fp32"``.
+
+    Args:
+        tensor: dense, floating point, in any layout without overlaps. Overwritten.
+        op: ReduceOp.AVG or SUM.
+        group: the ranks; None for the default group.
+        async_op: whether to return at once.
+        wire: "fp32", "bf16", "fp16", "int8", "fp8", "int6", "int4", "int2" or "sign". Those below 6 bits need memory.
+        memory: an entry of a `Memory`, which keeps what the format loses for the next call; None: it is lost.
+
+    Returns:
+        With ``async_op``, a handle; until its ``wait()`` returns, ``tensor`` must not be used.
+
+    Raises:
+        TypeError: ``tensor`` is not a dense floating-point tensor, or ``memory`` is not an entry.
+        ValueError: the operation or the wire is unknown.
+        RuntimeError: the ranks pass different shapes, dtypes or wires, or a rank has failed. Every rank raises.
+            Nothing is modified. After that, call `resynchronize`.
+
+    Examples:
+        >>> for parameter in model.parameters():
+        ...     gradwire.collectives.all_reduce(parameter.grad, wire="int8")
+    """
+    return all_reduce_coalesced([tensor], op, group, async_op, wire=wire, memory=memory)
+
+
+def all_reduce_coalesced(
+    tensors: Sequence[Tensor],
+    op: Any = AVG,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+    *,
+    wire: str = "int8",
+    memory: Entry | None = None,
+) -> dist.Work | None:
+    """`all_reduce` of several tensors of one dtype and device in one message. The same arguments and errors."""
+    group = group or default_group()
+    if group.rank() < 0:
+        return None
+    with _leaving_on_error(group, "all_reduce"):
+        _check(op, tensors)
+        if memory is not None and not isinstance(memory, Entry):
+            raise TypeError(f"memory is a {type(memory).__name__}; expected an entry of a Memory: memory['name'].")
+        tensors = [tensor.detach() for tensor in tensors]
+        place = stateless_place(tensors, wire, group) if memory is None else memory.place(tensors, wire, group)
+        with torch.no_grad():
+            future = place.average(tensors)
+        connections_of(group).finish()
+    size = group.size()
+
+    def finish(result: Tensor) -> None:
+        place.finish(tensors, result)
+        if op == SUM:
+            torch._foreach_mul_(tensors, size)
+
+    return _result(CompressedWork(group, future, finish), async_op)
+
+
+def reduce_scatter_tensor(
+    output: Tensor,
+    input: Tensor,
+    op: Any = AVG,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+    *,
+    wire: str = "int8",
+) -> dist.Work | None:
+    """Write this rank's part of the mean or sum of ``input`` over the ranks into ``output``. A collective call.
+
+    Each rank quantizes its ``input`` and sends every rank its part, which sums in fp32. The sum stays on its rank, so
+    it is not rounded again.
+
+    Args:
+        output: dense, floating point, contiguous. Overwritten.
+        input: contiguous, of the dtype of ``output``, with as many elements for each rank. Not modified.
+        op, group, async_op, wire: as in `all_reduce`.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as in `all_reduce`; also if the sizes do not fit.
+    """
+    group = group or default_group()
+    if group.rank() < 0:
+        return None
+    with _leaving_on_error(group, "reduce_scatter_tensor"):
+        _check(op, [output, input])
+        named_wire(wire)
+        if not (output.is_contiguous() and input.is_contiguous()) or input.numel() != group.size() * output.numel():
+            raise ValueError(
+                f"input has {input.numel()} elements and output {output.numel()}; expected contiguous tensors, and "
+                f"{group.size()} times as many elements in input."
+            )
+        target, source = output.detach().view(-1), input.detach().view(-1)
+        connections = connections_of(group)
+        buckets, key = _scattered.setdefault(group, {}), (wire, source.numel(), source.dtype, source.device)
+        if key not in buckets:
+            facts = {"wire": wire, "elements": source.numel(), "dtype": source.dtype, "device": source.device.type}
+            settings = {name: str(fact) for name, fact in facts.items()}
+            compare_settings(group, {"hook": "gradwire.collectives.reduce_scatter_tensor", **settings}, False)
+        executor = connections.executor(source.device)
+        if key not in buckets:
+            formats, options = [WIRE_FORMATS[wire]], Quantization(error_dtype=None)
+            buckets[key] = ScatterBucket(
+                [target.numel()], formats, ["input"], source.dtype, source.device, executor.transport, options
+            )
+        bucket, scale = buckets[key], 1.0 if op == SUM else 1 / group.size()
+        future = executor.submit(
+            Task(
+                lambda workspace: quantized_reduce_scatter(
+                    bucket, source, target, scale, 0, executor.transport, workspace
+                ),
+                "gradwire::reduce-scatter",
+            )
+        )
+        connections.finish()
+    return _result(CompressedWork(group, future, lambda _: None), async_op)
+
+
+def resynchronize(group: dist.ProcessGroup | None = None) -> None:
+    """Start again after an error in a collective. A collective call: every rank of ``group`` must make it.
+
+    Discard the tensors of the failed step on every rank first.
+    """
+    group = group or default_group()
+    connections = connections_of(group)
+    connections.fail(f"{CALL} was called")
+    connections.renew(1 + max(gather_json(group, CALL, connections.generation)))
+
+
+def _check(op: Any, tensors: Sequence[Tensor]) -> None:
+    if op not in (AVG, SUM):
+        raise ValueError(f"op is {op}; expected ReduceOp.AVG or ReduceOp.SUM.")
+    if not tensors:
+        raise ValueError("There are no tensors to reduce.")
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or not tensor.is_floating_point():
+            found = f"{tensor.dtype}, {tensor.layout}" if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise TypeError(
+                f"Got {found}; expected dense floating-point tensors. Reduce others with torch.distributed."
+            )
+        if (tensor.dtype, tensor.device) != (tensors[0].dtype, tensors[0].device):
+            raise TypeError(
+                f"Tensors of {tensors[0].dtype} on {tensors[0].device} and of {tensor.dtype} on {tensor.device}; "
+                "expected one dtype and device. Make a call for each."
+            )
+
+
+class _leaving_on_error:
+    """Lets the other ranks raise, too, if this one cannot take part."""
+
+    def __init__(self, group: dist.ProcessGroup, call: str) -> None:
+        self._group, self._call = group, call
+
+    def __enter__(self) -> None:
+        connections_of(self._group).check()
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if error is not None:
+            connections_of(self._group).fail(f"{self._call} failed on rank {dist.get_rank()}: {error}")
+
+
+def _result(work: CompressedWork, async_op: bool) -> dist.Work | None:
+    if async_op:
+        return work
+    work.wait()
+    return None

@@ -1,0 +1,124 @@
+"""`Place`: the tensors that calls of a collective pass again and again, with the hook that averages them."""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from gradwire.algorithms import Gradients
+from gradwire.comm import Transport
+from gradwire.hooks._bucket import BucketWork, OwnBucket
+from gradwire.hooks._by_name import NamedHook, hook_named
+from gradwire.hooks.hook_state import HookState
+from gradwire.kernels import WIRE_FORMATS, SegmentTable
+
+MOST_PLACES = 256  # without memory on a process group; then the oldest is dropped
+FULL = {"fp32": "allreduce", "bf16": "bf16-fp32-sum", "fp16": "scaled-fp16"}  # hooks of wires without scales per block
+
+
+def named_wire(wire: str) -> NamedHook:
+    """The hook that sends a wire format. Raises ValueError for any other name."""
+    if wire not in WIRE_FORMATS and wire != "fp8":
+        raise ValueError(f"wire is {wire!r}; expected one of {', '.join(map(repr, [*FULL, *WIRE_FORMATS]))}.")
+    return hook_named(FULL.get(wire, wire))
+
+
+def every_tensor(named: NamedHook, wire: str) -> dict[str, Any]:
+    """Options of a state that sends every tensor in this format, from the first call on."""
+    return {str(named.start_option): 0, "wires": {"*": named.options["wire"]}}
+
+
+class TensorBucket(OwnBucket):
+    """Dense tensors of one dtype, as the bucket of a hook, which reads and writes them in place."""
+
+    def __init__(self, tensors: Sequence[Tensor], names: Sequence[str], group: dist.ProcessGroup) -> None:
+        self._parameters, self._names = [_layout(tensor) for tensor in tensors], list(names)
+        self._table = SegmentTable(self._parameters)
+        self.position, self.is_first, self.is_final, self.zero_copy = 0, True, True, True
+        self.device, self.dtype, self.process_group = tensors[0].device, tensors[0].dtype.to_real(), group
+        self.names = tuple(names)
+        self.first, self.model_parameters = self._parameters[0], self._parameters
+        self.layouts = [(layout.shape, layout.stride()) for layout in self._parameters]
+        self.tensors: Sequence[Tensor] = ()
+
+    def buffer(self) -> Tensor:
+        """The first tensor: the result of the hook's future."""
+        return self.tensors[0]
+
+    def work(self, transport: Transport | None = None, layout: SegmentTable | None = None) -> BucketWork:
+        """The tensors themselves."""
+        gradients = Gradients(self.tensors, self._table)
+        return BucketWork(gradients, gradients, self.tensors[0])
+
+    def empty_buffer(self) -> Tensor:
+        """A flat tensor for the mean."""
+        return torch.empty(self._table.numel, dtype=self._parameters[0].dtype, device=self.device)
+
+
+def _layout(tensor: Tensor) -> Tensor:
+    """A tensor without memory in the layout of another one."""
+    layout = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    layout.untyped_storage().resize_(0)
+    return layout
+
+
+class Place:
+    """Tensors in these layouts on a process group, with a state of their own.
+
+    Args:
+        state, hook: as for ``register_comm_hook``.
+        tensors: tensors in the layouts of all calls.
+        names: their names.
+        group: the ranks.
+    """
+
+    def __init__(
+        self, state: Any, hook: Any, tensors: Sequence[Tensor], names: Sequence[str], group: dist.ProcessGroup
+    ) -> None:
+        self.state, self._hook, self._bucket = state, hook, TensorBucket(tensors, names, group)
+        self.table = SegmentTable(self._bucket.parameters())  # of `finish`, while another call is in flight
+        self._in_flight: Future[Tensor] | None = None
+        if isinstance(state, HookState):
+            state.names.bind_layouts(dict(zip(names, self._bucket.parameters(), strict=True)))
+
+    def average(self, tensors: Sequence[Tensor]) -> Future[Tensor]:
+        """Start to replace the tensors by their mean over the ranks; `finish` takes the result of the future."""
+        if self._in_flight is not None and not self._in_flight.done():
+            self._in_flight.wait()  # a bucket has one step in flight
+        self._bucket.tensors = tensors
+        self._in_flight = self._hook(self.state, self._bucket)
+        return self._in_flight
+
+    def finish(self, tensors: Sequence[Tensor], result: Tensor) -> None:
+        """Write a hook's result into the tensors, unless the hook has."""
+        if result.data_ptr() != tensors[0].data_ptr():
+            Gradients(tensors, self.table).unflatten(result)
+
+
+# The places of calls without memory, by wire and layouts.
+_places: weakref.WeakKeyDictionary[dist.ProcessGroup, OrderedDict[object, Place]] = weakref.WeakKeyDictionary()
+
+
+def layout_key(tensors: Sequence[Tensor]) -> tuple[object, ...]:
+    """What calls of one place have in common."""
+    return (tensors[0].dtype, tensors[0].device, *((tensor.shape, tensor.stride()) for tensor in tensors))
+
+
+def stateless_place(tensors: Sequence[Tensor], wire: str, group: dist.ProcessGroup) -> Place:
+    """The place of calls without memory; made at the first call, on every rank."""
+    places, key = _places.setdefault(group, OrderedDict()), (wire, layout_key(tensors))
+    if key not in places:
+        named = named_wire(wire)
+        options = {} if named.start_option is None else {**every_tensor(named, wire), "use_error_feedback": False}
+        if len(places) == MOST_PLACES:
+            places.popitem(last=False)
+        names = [str(i) for i in range(len(tensors))]
+        places[key] = Place(named.state(group, **options), named.hook, tensors, names, group)
+    return places[key]

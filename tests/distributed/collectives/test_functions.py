@@ -1,0 +1,171 @@
+"""`gradwire.collectives`: means within the error of the format, equal on all ranks, with memory nothing is lost."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gradwire import collectives
+from gradwire.collectives import Memory, all_reduce, all_reduce_coalesced, reduce_scatter_tensor
+from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
+from tests.support.ranks import from_all_ranks, on_ranks
+
+SHAPES = [(300,), (17, 33), (5, 4, 3)]
+LARGEST_ERRORS = {"fp32": 1e-6, "bf16": 5e-3, "fp16": 1e-3, "int8": 1.5e-2, "int6": 6e-2}
+
+
+def tensors_of(step, dtype=torch.float32):
+    draw = torch.Generator().manual_seed(10 * step + dist.get_rank())
+    return [torch.randn(shape, generator=draw).to(dtype) for shape in SHAPES]
+
+
+def exact_sums(tensors):
+    sums = [tensor.double() for tensor in tensors]
+    for each in sums:
+        dist.all_reduce(each)
+    return sums
+
+
+def relative_error(found, expected):
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("wire", LARGEST_ERRORS)
+@on_ranks(2, 4)
+def test_means_and_sums_are_within_the_error_of_the_format_and_equal_on_all_ranks(wire):
+    size = dist.get_world_size()
+    for step, (op, divisor) in enumerate([(dist.ReduceOp.AVG, size), (dist.ReduceOp.SUM, 1)]):
+        tensors = tensors_of(step)
+        tensors[1] = tensors[1].t()  # strides of its own
+        expected = exact_sums(tensors)
+        single = tensors[0].clone()
+        all_reduce(single, op, wire=wire)
+        all_reduce_coalesced(tensors, op, wire=wire)
+        assert_same_on_all_ranks(from_all_ranks([single, *tensors]))
+        assert_same_bits(single, tensors[0])
+        for found, sums in zip(tensors, expected, strict=True):
+            assert relative_error(found, sums / divisor) <= LARGEST_ERRORS[wire]
+
+
+@on_ranks(2)
+def test_full_precision_has_the_bits_of_the_plain_mean():
+    (own, *_), plain = tensors_of(0), tensors_of(0)[0] / dist.get_world_size()
+    all_reduce(own, wire="fp32")
+    dist.all_reduce(plain)
+    assert_same_bits(own, plain)
+
+
+@pytest.mark.parametrize(
+    ("wire", "dtype"), [("int4", torch.float32), ("sign", torch.float32), ("int4", torch.bfloat16)]
+)
+@on_ranks(2)
+def test_memory_keeps_what_a_format_loses(wire, dtype):
+    memory, n_steps = Memory(error_dtype=torch.float32), 40
+    applied = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
+    exact = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
+    for step in range(n_steps):
+        tensors = tensors_of(step, dtype)
+        sums = exact_sums(tensors)
+        all_reduce_coalesced(tensors, wire=wire, memory=memory["a", "b", "c"])
+        for i, (tensor, total) in enumerate(zip(tensors, sums, strict=True)):
+            applied[i] += tensor
+            exact[i] += total / dist.get_world_size()
+    (errors,) = [saved["errors"] for saved in memory.state_dict().values()]
+    assert memory.nbytes > 0
+    for i, name in enumerate("abc"):
+        left = exact[i] - applied[i]
+        rounding = 0.0 if dtype == torch.float32 else n_steps * 2**-9 * float(exact[i].abs().max())
+        assert torch.allclose(left, errors[name].double(), atol=1e-4 + rounding, rtol=1e-3), name
+
+
+@on_ranks(2)
+def test_saved_memory_continues_with_the_same_bits():
+    memory = Memory()
+    for step in range(3):
+        all_reduce(tensors_of(step)[1], wire="int4", memory=memory["weight"])
+    saved = memory.state_dict()
+    assert_same_on_all_ranks(from_all_ranks(saved))
+    later = []
+    for place in ("new", "used"):
+        restored = Memory()
+        if place == "used":
+            all_reduce(tensors_of(9)[1], wire="int4", memory=restored["weight"])
+        restored.load_state_dict(saved)
+        later.append(tensors_of(3)[1])
+        all_reduce(later[-1], wire="int4", memory=restored["weight"])
+    assert_same_bits(*later)
+
+
+@on_ranks(2)
+def test_several_calls_in_flight_end_in_order():
+    tensors = [each for step in range(3) for each in tensors_of(step)]  # three of each shape
+    expected = [each.clone() for each in tensors]
+    for each in expected:
+        all_reduce(each, wire="int8")
+    works = [all_reduce(each, async_op=True, wire="int8") for each in tensors]
+    for work in works:
+        assert work.wait()
+        assert work.is_completed()
+    assert_same_bits(tensors, expected)
+
+
+@pytest.mark.parametrize("wire", ["fp32", "bf16", "int8", "int6"])
+@on_ranks(2, 4)
+def test_reduce_scatter_writes_the_part_of_this_rank(wire):
+    size, rank = dist.get_world_size(), dist.get_rank()
+    for step, (op, divisor) in enumerate([(dist.ReduceOp.AVG, size), (dist.ReduceOp.SUM, 1), (dist.ReduceOp.SUM, 1)]):
+        draw = torch.Generator().manual_seed(10 * step + rank)
+        source = torch.randn(size, 9, 11, generator=draw)
+        kept, output = source.clone(), torch.empty(9, 11)
+        (sums,) = exact_sums([source])
+        work = reduce_scatter_tensor(output, source, op, async_op=step == 2, wire=wire)
+        if work is not None:
+            work.wait()
+        assert relative_error(output, sums[rank] / divisor) <= LARGEST_ERRORS[wire]
+        assert_same_bits(source, kept)
+
+
+@pytest.mark.parametrize("problem", ["dtype", "wire", "shape", "operation", "reduce-scatter"])
+@on_ranks(2)
+def test_bad_input_on_one_rank_raises_on_all_and_loses_nothing(problem):
+    tensors = tensors_of(0)
+    all_reduce(tensors[0], wire="int8")
+    is_bad = dist.get_rank() == 1
+    own = tensors[1].clone()
+    bad = {
+        "dtype": lambda: all_reduce(own.long(), wire="int8"),
+        "wire": lambda: all_reduce(own, wire="int5"),
+        "shape": lambda: all_reduce(own[:3], wire="int8"),
+        "operation": lambda: all_reduce(own, dist.ReduceOp.MAX, wire="int8"),
+        "reduce-scatter": lambda: reduce_scatter_tensor(own[:3], own, wire="int8"),
+    }[problem]
+    good = (
+        (lambda: reduce_scatter_tensor(own.view(-1)[:280].clone(), own.view(-1)[:560], wire="int8"))
+        if (problem == "reduce-scatter")
+        else (lambda: all_reduce(own, wire="int8"))
+    )
+    with pytest.raises((TypeError, ValueError, RuntimeError)) as error:
+        bad() if is_bad else good()
+    assert problem == "shape" or is_bad or "failed on rank 1" in str(error.value)
+    assert_same_bits(own, tensors[1])
+    with pytest.raises(RuntimeError):
+        all_reduce(own, wire="int8")
+    collectives.resynchronize()
+    all_reduce(own, wire="int8")
+    assert_same_on_all_ranks(from_all_ranks(own))
+
+
+@on_ranks(2)
+def test_names_of_memory_stand_for_one_tensor_each():
+    memory, (first, second, _) = Memory(), tensors_of(0)
+    with pytest.raises(TypeError, match="different names"):
+        memory["a", "a"]
+    all_reduce(first, wire="int4", memory=memory["a"])
+    with pytest.raises(ValueError, match="used with other tensors"):
+        all_reduce(second, wire="int4", memory=memory["a"])
+    collectives.resynchronize()
+    with pytest.raises(ValueError, match="keeps no errors"):
+        all_reduce(second, wire="bf16", memory=memory["b"])
+    collectives.resynchronize()
+    with pytest.raises(TypeError, match="expected an entry of a Memory"):
+        all_reduce(second, wire="int4", memory=memory)
+    collectives.resynchronize()
