@@ -70,10 +70,8 @@ class HookSettings:
         if not isinstance(value, str | int):
             return ""
         following = [*signature(type(self)).parameters.values()][1:2]
-        options = [
-            each.name for each in following if each.kind is not each.KEYWORD_ONLY and each.annotation is type(value)
-        ]
-        return "".join(f" Pass {name}={value!r}." for name in options) + by_name(value)
+        is_meant = any(each.annotation is type(value) and each.kind is not each.KEYWORD_ONLY for each in following)
+        return (f" Pass {following[0].name}={value!r}." if is_meant else "") + by_name(value)
 
     @property
     def _group(self) -> dist.ProcessGroup:

@@ -207,6 +207,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             self._hook_from_environment = None
             self._comm_hooks.clear()
             self.reducer.drop_comm_hook()
+            del self.logger.facts["comm_hook"]
 
     def _warn_of_unused_hook(self, name: str, reason: str) -> None:
         model = type(self.module).__name__
