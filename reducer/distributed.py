@@ -60,6 +60,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     are zero-copy: they read and write gradients in place, without a flat copy. Without a hook, and with
     `allreduce_hook`, gradients are flattened on CPUs, as in PyTorch, but not on GPUs.
 
+    If the environment variable ``GRADWIRE_HOOK`` names a hook, such as ``int4``, it is attached at construction; a hook
+    that the script registers replaces it, with a warning. See docs/hooks.md.
+
     Args:
         module: the model, with the same structure on all ranks. Rank 0's parameters and buffers are broadcast unless
             ``init_sync=False``.
@@ -105,7 +108,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     Raises:
         NotImplementedError: an argument or setting is not supported.
         ValueError: the module is or contains a wrapper of the same parameters with a communication hook; or
-            ``check_every`` is not a whole number of steps; or as in PyTorch's class.
+            ``check_every`` is not a whole number of steps; ``GRADWIRE_HOOK`` names no hook; or as in PyTorch's class.
         RuntimeError: as in PyTorch's class.
 
     Examples:
@@ -247,6 +250,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Reduce the gradients of every bucket with ``hook(state, bucket)`` instead of the plain all-reduce.
+
+        Replaces the hook of the environment variable ``GRADWIRE_HOOK``, with a warning.
 
         Args:
             state: passed to every call of the hook.

@@ -541,7 +541,7 @@ class Reducer:
     # The communication hook.
 
     def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], Future[Tensor]]) -> None:
-        """Let ``hook(state, bucket)`` reduce every bucket from now on. A hook cannot be replaced."""
+        """Let ``hook(state, bucket)`` reduce every bucket from now on. Raises RuntimeError if a hook does already."""
         if self.hook.is_registered:
             raise RuntimeError(errors.HOOK_REGISTERED_TWICE)
         check_pairing(state, hook)
