@@ -36,8 +36,7 @@ from gradwire.kernels import WIRE_FORMATS
 
 logger = logging.getLogger("gradwire.hooks")
 
-# Wire formats with scales by the name of their hook.
-QUANTIZED = {name: name for name, wire in WIRE_FORMATS.items() if wire.is_scaled}
+QUANTIZED = tuple(name for name, wire in WIRE_FORMATS.items() if wire.is_scaled)
 NONE = "none"  # no hook
 VARIABLE = "GRADWIRE_HOOK"  # the environment variable that names a hook
 _NO_FEEDBACK = r"(?P<off>-no-feedback)?"
