@@ -11,6 +11,9 @@
     powersgd-r8-batched                      `batched_powerSGD_hook`
 
 ``-no-feedback`` at the end of a wire format or of PowerSGD's name switches error feedback off.
+
+The environment variable ``GRADWIRE_HOOK`` names a hook for gradwire's DDP, ``attach`` without a name, and
+``gradwire run``.
 """
 
 from __future__ import annotations

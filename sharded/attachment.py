@@ -23,7 +23,7 @@ from gradwire.hooks._by_name import (
     log_name_from_environment,
     name_from_environment,
 )
-from gradwire.hooks._decorators import CommHook, name_of
+from gradwire.hooks._decorators import CommHook, described, name_of
 from gradwire.hooks._names import check_patterns
 from gradwire.hooks._settings import HookSettings, check_pairing, in_group
 from gradwire.hooks.hook_state import HookState, option_values
@@ -367,7 +367,7 @@ def _hook_of(state: Any) -> CommHook:
         found = getattr(sys.modules[type(state).__module__], state._own_hook, None)
     if found is None:
         raise TypeError(
-            f"attach needs the hook for a {type(state).__name__}: attach(model, state, hook), such as attach(model, "
+            f"attach needs the hook for {described(state)}: attach(model, state, hook), such as attach(model, "
             "CastState(), bf16_compress_hook). Or name both: attach(model, 'bf16')."
         )
     return found  # type: ignore[no-any-return]
