@@ -23,7 +23,7 @@ PADDING = -100  # the label that cross_entropy ignores
 def backward(model: gradwire.DistributedDataParallel, batches: list[tuple[Tensor, Tensor]]) -> Tensor:
     """Accumulate gradients of the mean loss over the tokens of all ``batches`` on all ranks; returns this rank's part.
 
-    A batch has inputs and targets. Every rank needs as many batches, but any of them may be empty.
+    A batch has inputs and targets. Every rank needs as many batches; some of them may be empty, but not all.
     """
     world_size = dist.get_world_size()
     n_total = sum((targets != PADDING).sum() for _, targets in batches)  # of the whole step

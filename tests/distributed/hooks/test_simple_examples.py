@@ -4,8 +4,10 @@ Law 1: gradient + old error = result + new error, in the mean over the ranks.
 """
 
 import copy
+import re
 import runpy
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from tests.support.powersgd_steps import Fed, matrix, new_state, noise
 from tests.support.ranks import from_all_ranks, on_ranks
 from tests.support.training import WRAPPERS, gradients, register
 
+DOCS = Path(__file__).parents[3] / "docs"
 SHAPES = [(40, 60), (24, 5, 3, 3), (70,)]
 
 
@@ -167,44 +170,44 @@ def test_error_memory_is_right_when_losses_are_scaled_but_not_when_results_are()
     assert distances["loss"] < 0.005 < 2 * distances["loss"] < distances["result"]
 
 
-def parameters_differ(model):
-    return any(not torch.equal(*pair) for pair in zip(*from_all_ranks(list(model.parameters())), strict=True))
+def local_steps(model, differ):
+    """Batches for nine steps; ``differ`` gets, for each step, whether the parameters of the ranks differ after it."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(9):
+        yield torch.randn(8, 64, generator=generator)
+        pairs = zip(*from_all_ranks(list(model.parameters())), strict=True)
+        differ.append(any(not torch.equal(*pair) for pair in pairs))
 
 
-def local_training(ddp, optimizer, steps, local=lambda step: False, after=lambda: None):
-    """Whether the parameters of the ranks differ after each step."""
-    torch.manual_seed(1 + dist.get_rank())
-    differ = []
-    for step in range(steps):
-        with ddp.no_sync() if local(step) else nullcontext():
-            ddp(torch.randn(8, 64)).square().mean().backward()
-        optimizer.step()
-        after()
-        optimizer.zero_grad()
-        differ.append(parameters_differ(ddp.module))
-    return differ
+def mean_square(model, batch):
+    return model(batch).square().mean()
+
+
+def linear_training():
+    torch.manual_seed(0)
+    model = gradwire.DistributedDataParallel(nn.Linear(64, 64))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
 @on_ranks(2)
 def test_local_sgd_averages_parameters_in_one_of_so_many_steps():
-    names = example("local_sgd")
-    torch.manual_seed(0)
-    ddp = gradwire.DistributedDataParallel(nn.Linear(64, 64))
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
-    optimizer = names["post_local_sgd"](ddp, optimizer, node_size=1, warm_up=2, period=3)
+    model, optimizer = linear_training()
+    optimizer = example("local_sgd")["post_local_sgd"](model, optimizer, node_size=1, warm_up=2, period=3)
+    differ = []
+    for batch in local_steps(model, differ):
+        mean_square(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
     # Two steps of warm-up; then every third one averages, beginning with the first.
-    assert local_training(ddp, optimizer, 9) == [False, False, False, True, True, False, True, True, False]
+    assert differ == [False, False, False, True, True, False, True, True, False]
 
 
 @on_ranks(2)
-def test_local_steps_follow_a_compressed_warm_up():
-    """As docs/local-sgd.md shows it."""
-    torch.manual_seed(0)
-    ddp = gradwire.DistributedDataParallel(nn.Linear(64, 64))
-    gradwire.attach(ddp, "int4", start_iter=0)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
-    averager = PeriodicModelAverager(period=3, warmup_steps=2)
-    differ = local_training(
-        ddp, optimizer, 9, local=lambda step: step >= 2, after=lambda: averager.average_parameters(ddp.parameters())
-    )
-    assert differ == [False, False, False, True, True, False, True, True, False]
+def test_local_steps_follow_a_compressed_warm_up_as_documented():
+    (_, block) = re.findall(r"```python\n(.*?)```", (DOCS / "local-sgd.md").read_text(), re.DOTALL)
+    model, optimizer = linear_training()
+    differ = []
+    names = {"model": model, "optimizer": optimizer, "loader": local_steps(model, differ), "loss_of": mean_square}
+    names |= {"gradwire": gradwire, "PeriodicModelAverager": PeriodicModelAverager, "nullcontext": nullcontext}
+    exec(block.replace("period=100", "period=3"), names | {"warm_up": 4})
+    assert differ == [False] * 5 + [True, True, False, True]
