@@ -32,8 +32,7 @@ class Attachment:
     Attributes:
         state: state of the hook.
         report: one line that says which gradients are compressed, and which stay plain.
-        step_ends: functions that are called at the end of every backward that has raised no error; of FSDP2's models
-            only.
+        exchange: the steps of a model of FSDP2; None for a DistributedDataParallel.
     """
 
     def __init__(
@@ -46,8 +45,8 @@ class Attachment:
     ) -> None:
         self.state = state
         self.report = report
-        self.step_ends = exchange.step_ends if exchange is not None else []
-        self._model, self._groups, self._exchange = model, groups, exchange  # of FSDP2 only
+        self.exchange = exchange
+        self._model, self._groups = model, groups  # of FSDP2 only
         found = [group.reduce_scatter for group in groups]
         self._reduce_scatters = [each for each in found if isinstance(each, QuantizedReduceScatter)]
         self._with_errors = [each for each in self._reduce_scatters if each.has_errors]
@@ -83,9 +82,15 @@ class Attachment:
                 failed step, collectives of FSDP2 are missing on some ranks, or optimizers run in the backward. Or the
                 model is a DistributedDataParallel, which has its own ``resynchronize()``.
         """
-        if self._model is None or self._exchange is None:
+        if self._model is None or self.exchange is None:
             raise RuntimeError("The model is a DistributedDataParallel: call its own resynchronize().")
-        resynchronize(self._model, self.state, self._groups, self._reduce_scatters, self._exchange)
+        resynchronize(self._model, self.state, self._groups, self._reduce_scatters, self.exchange)
+
+    @property
+    def within_bytes(self) -> tuple[int, int]:
+        """Bytes of this rank's gradients in the reduce-scatters (``within``) of a step, and bytes sent for them."""
+        scattered = self._reduce_scatters
+        return sum(each.gradient_bytes for each in scattered), sum(each.sent_bytes for each in scattered)
 
     @property
     def within_error_bytes(self) -> int:
@@ -105,7 +110,7 @@ class Attachment:
             NotImplementedError: the state has entries that fit one number of shards only, or is no `HookState`.
         """
         saved: dict[str, Any] = self.state.state_dict() if isinstance(self.state, Stateful) else {}
-        if self._exchange is None:
+        if self.exchange is None:
             return saved
         return checkpoint.save(self.state, saved, self._groups, self._with_errors)
 
@@ -115,12 +120,12 @@ class Attachment:
         Raises:
             ValueError: the state does not fit the model; see `HookState.load_state_dict`. Nothing is modified.
         """
-        if self._exchange is None:
+        if self.exchange is None:
             if isinstance(self.state, Stateful):
                 self.state.load_state_dict(dict(state_dict))
             return
         checkpoint.load(self.state, state_dict, self._groups, self._with_errors)
-        self._exchange.compare_again()
+        self.exchange.compare_again()
 
 
 def attach(
