@@ -21,7 +21,7 @@ from gradwire.cli.run_advise import AdviceGiven, advised, fail
 from gradwire.cli.run_comparison import LEAST_STEPS, STRETCH
 from gradwire.cli.run_compression import AUTO, Compression, compressed
 from gradwire.cli.run_report import report
-from gradwire.hooks._by_name import NONE, VARIABLE, hook_named
+from gradwire.hooks._by_name import NONE, VARIABLE, hook_named, name_from_environment
 from gradwire.planner.model_probe import STEPS
 
 COMPARED = 200  # steps of a comparison by default
@@ -85,11 +85,11 @@ def _take_variable(parser: argparse.ArgumentParser, options: argparse.Namespace,
     """
     if options.hook is not None or options.advise:
         return
-    if text := os.environ.get(VARIABLE, "").strip():
-        try:
-            options.hook = _hook(text)
-        except argparse.ArgumentTypeError as error:
-            parser.error(f"the environment variable {VARIABLE} is {text!r}. {error}")
+    try:
+        options.hook = name_from_environment()
+    except ValueError as error:
+        parser.error(str(error))
+    if options.hook is not None:
         return
     for name in (each.partition("=")[0] for each in arguments):
         if name in ("--hook", "--advise"):
