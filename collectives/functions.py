@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -13,20 +12,18 @@ from torch import Tensor
 from torch.futures import Future
 
 from gradwire.algorithms import Quantization, ScatterBucket, quantized_reduce_scatter
-from gradwire.collectives.memory import Entry
-from gradwire.collectives.places import named_wire, stateless_place
+from gradwire.algorithms.policy import wire_name
+from gradwire.collectives.memory import Entry, Memory
+from gradwire.collectives.places import Calls, calls_on, facts_of, named_wire, stateless_place
 from gradwire.comm import Task, connections_of
 from gradwire.comm.connections import ADVICE, may_follow_from_peer
 from gradwire.comm.store_collectives import gather_json
 from gradwire.comm.torch_internals import default_group
 from gradwire.comm.transport import wait_for
-from gradwire.hooks._handshake import compare_settings
 from gradwire.kernels import WIRE_FORMATS
 
 AVG, SUM = dist.ReduceOp.AVG, dist.ReduceOp.SUM
 CALL = "gradwire.collectives.resynchronize()"
-# The buckets of reduce-scatters, by wire, size, dtype and device, with the number of calls.
-_scattered: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, ScatterBucket]] = weakref.WeakKeyDictionary()
 
 
 class CompressedWork(dist.Work):
@@ -34,14 +31,15 @@ class CompressedWork(dist.Work):
 
     def __init__(self, group: dist.ProcessGroup, future: Future[Any], finish: Callable[[Any], object]) -> None:
         super().__init__()
-        self._group, self._future, self._finish = group, future, finish
-        self._is_finished = False
+        self._connections, self._future, self._finish = connections_of(group), future, finish
+        self._calls = calls_on(self._connections)
+        self._number, self._is_finished = self._calls.count, False
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the result is there. Raises the error of the exchange; ``timeout`` is the process group's."""
-        connections = connections_of(self._group)
+        connections = self._connections
         try:
-            result = wait_for(self._future, connections.check_peers)
+            result = wait_for(self._future, lambda: self._calls.check(connections, self._number))
         except RuntimeError as error:
             elsewhere = connections.failure_elsewhere(wait=may_follow_from_peer(error))
             connections.fail(elsewhere or f"A collective failed on rank {dist.get_rank()}: {error}")
@@ -114,11 +112,12 @@ def all_reduce_coalesced(
     if group.rank() < 0:
         return None
     with _leaving_on_error(group, "all_reduce"):
-        _check(op, tensors)
+        calls = _begin(group, op, tensors)
         if memory is not None and not isinstance(memory, Entry):
             raise TypeError(f"memory is a {type(memory).__name__}; expected an entry of a Memory: memory['name'].")
         tensors = [tensor.detach() for tensor in tensors]
-        place = stateless_place(tensors, wire, group) if memory is None else memory.place(tensors, wire, group)
+        make = stateless_place if memory is None else memory.place
+        place = make(tensors, wire, group, calls)
         with torch.no_grad():
             future = place.average(tensors)
         connections_of(group).finish()
@@ -158,7 +157,7 @@ def reduce_scatter_tensor(
     if group.rank() < 0:
         return None
     with _leaving_on_error(group, "reduce_scatter_tensor"):
-        _check(op, [output, input])
+        calls = _begin(group, op, [output, input])
         named_wire(wire)
         if not (output.is_contiguous() and input.is_contiguous()) or input.numel() != group.size() * output.numel():
             raise ValueError(
@@ -167,18 +166,16 @@ def reduce_scatter_tensor(
             )
         target, source = output.detach().view(-1), input.detach().view(-1)
         connections = connections_of(group)
-        buckets, key = _scattered.setdefault(group, {}), (wire, source.numel(), source.dtype, source.device)
-        if key not in buckets:
-            facts = {"wire": wire, "elements": source.numel(), "dtype": source.dtype, "device": source.device.type}
-            settings = {name: str(fact) for name, fact in facts.items()}
-            compare_settings(group, {"hook": "gradwire.collectives.reduce_scatter_tensor", **settings}, False)
+        key = wire, source.numel(), source.dtype, source.device
+        if key not in calls.scatters:
+            calls.compare(group, {"reduce-scatter": "", **facts_of([source], wire)})
         executor = connections.executor(source.device)
-        if key not in buckets:
-            formats, options = [WIRE_FORMATS[wire]], Quantization(error_dtype=None)
-            buckets[key] = ScatterBucket(
+        if key not in calls.scatters:
+            formats, options = [WIRE_FORMATS[wire_name("wire", wire)]], Quantization(error_dtype=None)
+            calls.scatters[key] = ScatterBucket(
                 [target.numel()], formats, ["input"], source.dtype, source.device, executor.transport, options
             )
-        bucket, scale = buckets[key], 1.0 if op == SUM else 1 / group.size()
+        bucket, scale = calls.scatters[key], 1.0 if op == SUM else 1 / group.size()
         future = executor.submit(
             Task(
                 lambda workspace: quantized_reduce_scatter(
@@ -191,18 +188,28 @@ def reduce_scatter_tensor(
     return _result(CompressedWork(group, future, lambda _: None), async_op)
 
 
-def resynchronize(group: dist.ProcessGroup | None = None) -> None:
+def resynchronize(group: dist.ProcessGroup | None = None, *memories: Memory) -> None:
     """Start again after an error in a collective. A collective call: every rank of ``group`` must make it.
 
-    Discard the tensors of the failed step on every rank first.
+    Discard the tensors of the failed step on every rank first. ``memories``, those that are used on the group, in the
+    same order on every rank, keep their errors; what a finished call of the failed step has applied is not taken back.
     """
     group = group or default_group()
     connections = connections_of(group)
     connections.fail(f"{CALL} was called")
-    connections.renew(1 + max(gather_json(group, CALL, connections.generation)))
+    calls = calls_on(connections)
+    mine = [connections.generation, calls.count, [memory.steps(group) for memory in memories]]
+    facts = gather_json(group, CALL, mine)
+    connections.renew(1 + max(generation for generation, _, _ in facts))
+    calls.restart(max(count for _, count, _ in facts))
+    for memory, *steps in zip(memories, *(each for _, _, each in facts), strict=True):
+        memory.restart(group, steps)
 
 
-def _check(op: Any, tensors: Sequence[Tensor]) -> None:
+def _begin(group: dist.ProcessGroup, op: Any, tensors: Sequence[Tensor]) -> Calls:
+    """Count a call, and check its arguments."""
+    calls = calls_on(connections_of(group))
+    calls.count += 1
     if op not in (AVG, SUM):
         raise ValueError(f"op is {op}; expected ReduceOp.AVG or ReduceOp.SUM.")
     if not tensors:
@@ -218,6 +225,7 @@ def _check(op: Any, tensors: Sequence[Tensor]) -> None:
                 f"Tensors of {tensors[0].dtype} on {tensors[0].device} and of {tensor.dtype} on {tensor.device}; "
                 "expected one dtype and device. Make a call for each."
             )
+    return calls
 
 
 class _leaving_on_error:

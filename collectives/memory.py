@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.collectives.places import Place, every_tensor, layout_key, named_wire
+from gradwire.collectives.places import Calls, Place, every_tensor, facts_of, layout_key, named_wire
 
 
 class Memory:
@@ -30,7 +30,7 @@ class Memory:
 
     def __init__(self, **options: Any) -> None:
         self._options = options
-        self._places: dict[tuple[str, ...], tuple[object, Place]] = {}  # with wire, layouts and ranks
+        self._places: dict[tuple[str, ...], tuple[tuple[Any, ...], Place]] = {}  # with wire, layouts and ranks
         self._loaded: dict[str, Any] = {}  # saved states that no call has used yet, by names
 
     def __getitem__(self, names: str | tuple[str, ...]) -> Entry:
@@ -67,24 +67,40 @@ class Memory:
             if (saved := self._loaded.pop(_key(names), None)) is not None:
                 place.state.load_state_dict(saved)
 
-    def _place(self, names: tuple[str, ...], tensors: Sequence[Tensor], wire: str, group: dist.ProcessGroup) -> Place:
+    def steps(self, group: dist.ProcessGroup) -> dict[str, int]:
+        """The number of calls of each entry on a process group."""
+        return {_key(names): place.state.iter for names, (made_for, place) in self._places.items() if group in made_for}
+
+    def restart(self, group: dist.ProcessGroup, steps: Sequence[Mapping[str, int]]) -> None:
+        """Continue from the `steps` of all ranks, of which some lack the latest call."""
+        for key in self.steps(group):
+            names = tuple(key.split("\n"))
+            if all(key in each for each in steps):
+                self._places[names][1].state.iter = min(each[key] for each in steps)
+            else:  # no call has ended
+                del self._places[names]
+
+    def _place(
+        self, names: tuple[str, ...], tensors: Sequence[Tensor], wire: str, group: dist.ProcessGroup, calls: Calls
+    ) -> Place:
         made_for = (wire, group, layout_key(tensors))
         if names in self._places and self._places[names][0] == made_for:
             return self._places[names][1]
+        if names in self._places:
+            raise ValueError(
+                f"memory[{', '.join(map(repr, names))}] was used with other tensors, another wire or another process "
+                "group before. Use a name of its own for each tensor."
+            )
         named = named_wire(wire)
         if named.start_option is None:
             raise ValueError(f"wire {wire!r} keeps no errors. Leave out memory, or choose a format below 16 bits.")
-        options = {**every_tensor(named, wire), "use_error_feedback": True, **self._options}
+        calls.compare(group, {"memory": ", ".join(names), **facts_of(tensors, wire)})
+        options = {**every_tensor(named), "use_error_feedback": True, **self._options}
         state = named.state(group, **options)
         place = Place(state, named.hook, tensors, names, group)
         if (saved := self._loaded.get(_key(names))) is not None:
             state.load_state_dict(saved)
             del self._loaded[_key(names)]
-        elif names in self._places:
-            raise ValueError(
-                f"memory[{', '.join(map(repr, names))}] was used with other tensors, another wire or another process "
-                "group before. Use a name of its own for each tensor."
-            )
         self._places[names] = (made_for, place)
         return place
 
@@ -99,8 +115,8 @@ class Entry(NamedTuple):
     memory: Memory
     names: tuple[str, ...]
 
-    def place(self, tensors: Sequence[Tensor], wire: str, group: dist.ProcessGroup) -> Place:
+    def place(self, tensors: Sequence[Tensor], wire: str, group: dist.ProcessGroup, calls: Calls) -> Place:
         """The place of these tensors. Raises ValueError unless there is a name for each."""
         if len(tensors) != len(self.names):
             raise ValueError(f"There are {len(tensors)} tensors and {len(self.names)} names: {self.names}.")
-        return self.memory._place(self.names, tensors, wire, group)
+        return self.memory._place(self.names, tensors, wire, group, calls)

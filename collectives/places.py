@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,12 +12,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from gradwire.algorithms import Gradients
-from gradwire.comm import Transport
+from gradwire.algorithms import Gradients, ScatterBucket
+from gradwire.algorithms.policy import wire_name
+from gradwire.comm import Connections, Transport
 from gradwire.hooks._bucket import BucketWork, OwnBucket
 from gradwire.hooks._by_name import NamedHook, hook_named
+from gradwire.hooks._handshake import compare_settings
 from gradwire.hooks.hook_state import HookState
-from gradwire.kernels import WIRE_FORMATS, SegmentTable
+from gradwire.kernels import SegmentTable
 
 MOST_PLACES = 256  # without memory on a process group; then the oldest is dropped
 FULL = {"fp32": "allreduce", "bf16": "bf16-fp32-sum", "fp16": "scaled-fp16"}  # hooks of wires without scales per block
@@ -25,12 +27,11 @@ FULL = {"fp32": "allreduce", "bf16": "bf16-fp32-sum", "fp16": "scaled-fp16"}  # 
 
 def named_wire(wire: str) -> NamedHook:
     """The hook that sends a wire format. Raises ValueError for any other name."""
-    if wire not in WIRE_FORMATS and wire != "fp8":
-        raise ValueError(f"wire is {wire!r}; expected one of {', '.join(map(repr, [*FULL, *WIRE_FORMATS]))}.")
+    wire = wire_name("wire", wire)
     return hook_named(FULL.get(wire, wire))
 
 
-def every_tensor(named: NamedHook, wire: str) -> dict[str, Any]:
+def every_tensor(named: NamedHook) -> dict[str, Any]:
     """Options of a state that sends every tensor in this format, from the first call on."""
     return {str(named.start_option): 0, "wires": {"*": named.options["wire"]}}
 
@@ -102,21 +103,69 @@ class Place:
             Gradients(tensors, self.table).unflatten(result)
 
 
-# The places of calls without memory, by wire and layouts.
-_places: weakref.WeakKeyDictionary[dist.ProcessGroup, OrderedDict[object, Place]] = weakref.WeakKeyDictionary()
+class Calls:
+    """The calls on a process group, which all its ranks make in one order.
+
+    Attributes:
+        count: number of calls so far.
+        places: places of all-reduces without memory, by wire and layouts, the latest last.
+        scatters: buckets of reduce-scatters, by wire and size.
+    """
+
+    def __init__(self, connections: Connections) -> None:
+        self.count, self._number = 0, connections.new_reducer(self)
+        self.places: OrderedDict[object, Place] = OrderedDict()
+        self.scatters: dict[object, ScatterBucket] = {}
+
+    def restart(self, count: int) -> None:
+        """Begin anew after ``count`` calls: some ranks have finished the latest one, others have not."""
+        self.count = count
+        self.places.clear()
+        self.scatters.clear()
+
+    def compare(self, group: dist.ProcessGroup, facts: Mapping[str, object]) -> None:
+        """Raise RuntimeError on every rank unless all make this call, with equal facts. For a call of a new kind."""
+        settings = {name: str(fact) for name, fact in facts.items()}
+        compare_settings(group, {"hook": f"call {self.count} of gradwire.collectives", **settings}, False, self._number)
+
+    def check(self, connections: Connections, call: int) -> None:
+        """Raise RuntimeError if a rank has left, or compares another call of this number."""
+        connections.check_peers()
+        told = connections.announced(self._number, "hook") or ""
+        if f" call {call} of " in told:
+            raise RuntimeError(
+                f"{told}, with a tensor or a wire that is new, and rank {dist.get_rank()} with known ones."
+            )
+
+
+_calls: weakref.WeakKeyDictionary[Connections, Calls] = weakref.WeakKeyDictionary()
+
+
+def calls_on(connections: Connections) -> Calls:
+    """The calls on the group of these connections."""
+    if connections not in _calls:
+        _calls[connections] = Calls(connections)
+    return _calls[connections]
+
+
+def facts_of(tensors: Sequence[Tensor], wire: str) -> dict[str, object]:
+    """What calls of one place have in common on all ranks, for `Calls.compare`."""
+    shapes = {f"shape of tensor {i}": tuple(tensor.shape) for i, tensor in enumerate(tensors)}
+    return {"wire": wire, "dtype": tensors[0].dtype, "device": tensors[0].device.type, **shapes}
 
 
 def layout_key(tensors: Sequence[Tensor]) -> tuple[object, ...]:
-    """What calls of one place have in common."""
+    """What calls of one place have in common on this rank."""
     return (tensors[0].dtype, tensors[0].device, *((tensor.shape, tensor.stride()) for tensor in tensors))
 
 
-def stateless_place(tensors: Sequence[Tensor], wire: str, group: dist.ProcessGroup) -> Place:
+def stateless_place(tensors: Sequence[Tensor], wire: str, group: dist.ProcessGroup, calls: Calls) -> Place:
     """The place of calls without memory; made at the first call, on every rank."""
-    places, key = _places.setdefault(group, OrderedDict()), (wire, layout_key(tensors))
+    places, key = calls.places, (wire, layout_key(tensors))
     if key not in places:
         named = named_wire(wire)
-        options = {} if named.start_option is None else {**every_tensor(named, wire), "use_error_feedback": False}
+        calls.compare(group, facts_of(tensors, wire))
+        options = {} if named.start_option is None else {**every_tensor(named), "use_error_feedback": False}
         if len(places) == MOST_PLACES:
             places.popitem(last=False)
         names = [str(i) for i in range(len(tensors))]

@@ -1,5 +1,7 @@
 """`gradwire.collectives`: means within the error of the format, equal on all ranks, with memory nothing is lost."""
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -124,17 +126,20 @@ def test_reduce_scatter_writes_the_part_of_this_rank(wire):
         assert_same_bits(source, kept)
 
 
-@pytest.mark.parametrize("problem", ["dtype", "wire", "shape", "operation", "reduce-scatter"])
+@pytest.mark.parametrize("problem", ["dtype", "wire", "shape", "known", "operation", "reduce-scatter"])
 @on_ranks(2)
 def test_bad_input_on_one_rank_raises_on_all_and_loses_nothing(problem):
     tensors = tensors_of(0)
     all_reduce(tensors[0], wire="int8")
     is_bad = dist.get_rank() == 1
+    if problem == "known":
+        all_reduce(tensors[1].clone(), wire="int8")
     own = tensors[1].clone()
     bad = {
         "dtype": lambda: all_reduce(own.long(), wire="int8"),
         "wire": lambda: all_reduce(own, wire="int5"),
         "shape": lambda: all_reduce(own[:3], wire="int8"),
+        "known": lambda: all_reduce(own[:5], wire="int8"),  # the other rank passes a known tensor
         "operation": lambda: all_reduce(own, dist.ReduceOp.MAX, wire="int8"),
         "reduce-scatter": lambda: reduce_scatter_tensor(own[:3], own, wire="int8"),
     }[problem]
@@ -145,7 +150,8 @@ def test_bad_input_on_one_rank_raises_on_all_and_loses_nothing(problem):
     )
     with pytest.raises((TypeError, ValueError, RuntimeError)) as error:
         bad() if is_bad else good()
-    assert problem == "shape" or is_bad or "failed on rank 1" in str(error.value)
+    expected = {"shape": "differ between ranks|is new", "known": "a tensor or a wire that is new"}
+    assert is_bad or re.search(expected.get(problem, "failed on rank 1"), str(error.value))
     assert_same_bits(own, tensors[1])
     with pytest.raises(RuntimeError):
         all_reduce(own, wire="int8")
@@ -169,3 +175,22 @@ def test_names_of_memory_stand_for_one_tensor_each():
     with pytest.raises(TypeError, match="expected an entry of a Memory"):
         all_reduce(second, wire="int4", memory=memory)
     collectives.resynchronize()
+
+
+@on_ranks(2)
+def test_memory_survives_an_error_and_goes_on_with_equal_bits():
+    memory = Memory()
+    for step in range(3):
+        all_reduce(tensors_of(step)[1], wire="int4", memory=memory["weight"])
+    kept = memory.state_dict()
+    tensor = tensors_of(3)[1]
+    with pytest.raises((TypeError, RuntimeError)):
+        if dist.get_rank() == 0:
+            all_reduce(tensor.long(), wire="int4", memory=memory["weight"])
+        else:
+            all_reduce(tensor, wire="int4", memory=memory["weight"])
+    assert_same_bits(tensor, tensors_of(3)[1])
+    collectives.resynchronize(None, memory)
+    assert_same_bits(memory.state_dict()["weight"]["errors"], kept["weight"]["errors"])
+    all_reduce(tensor, wire="int4", memory=memory["weight"])
+    assert_same_on_all_ranks(from_all_ranks(tensor))
