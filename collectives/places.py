@@ -92,7 +92,7 @@ class Place:
     def average(self, tensors: Sequence[Tensor]) -> Future[Tensor]:
         """Start to replace the tensors by their mean over the ranks; `finish` takes the result of the future."""
         if self._in_flight is not None and not self._in_flight.done():
-            self._in_flight.wait()  # a bucket has one step in flight
+            self._in_flight.wait()  # kernels read the addresses of one step
         self._bucket.tensors = tensors
         self._in_flight = self._hook(self.state, self._bucket)
         return self._in_flight

@@ -377,7 +377,10 @@ def test_code_on_the_trainers_page_equals_the_examples():
     assert [line for line in code if line not in known] == []
 
 
-@pytest.mark.parametrize(("page", "example"), [("weighted-means", "weighted_mean"), ("local-sgd", "local_sgd")])
+@pytest.mark.parametrize(
+    ("page", "example"),
+    [("anywhere", "train_without_ddp"), ("weighted-means", "weighted_mean"), ("local-sgd", "local_sgd")],
+)
 def test_first_code_on_the_page_is_from_its_example(page, example):
     code = re.search(r"```python\n(.*?)```", (ROOT / "docs" / f"{page}.md").read_text(), re.DOTALL)[1]
     program = (ROOT / "examples" / f"{example}.py").read_text()

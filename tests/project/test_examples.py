@@ -117,6 +117,12 @@ def test_train_mixed_precision_learns_with_a_compiled_model(tmp_path):
 
 
 @pytest.mark.slow
+def test_train_without_ddp_on_two_ranks_learns_in_two_formats(tmp_path):
+    for output in outputs_of("train_without_ddp", tmp_path):
+        assert_learns(output)
+
+
+@pytest.mark.slow
 def test_weighted_mean_on_two_ranks_learns_with_and_without_a_hook(tmp_path):
     for output in outputs_of("weighted_mean", tmp_path):
         assert_learns(output)
