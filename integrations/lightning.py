@@ -127,8 +127,8 @@ class GradwireModelParallelStrategy(ModelParallelStrategy):
             ``within`` has memory to save.
 
     Examples:
-        >>> trainer = Trainer(strategy=GradwireModelParallelStrategy("int4"), devices=8)
-        >>> GradwireModelParallelStrategy("int4", within="bf16")  # HSDP: between replicas, and within
+        >>> trainer = Trainer(strategy=GradwireModelParallelStrategy("bf16"), devices=8)
+        >>> GradwireModelParallelStrategy("int4", within="bf16")  # HSDP: int4 between replicas, bf16 within one
     """
 
     def __init__(
