@@ -7,7 +7,7 @@ import functools
 import inspect
 import math
 import reprlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -25,7 +25,7 @@ def check_keywords(init: Init) -> Init:
     @functools.wraps(init)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
         if unknown := [name for name in kwargs if name not in options]:
-            name, meant = unknown[0], _closest(unknown[0], options)
+            name, meant = unknown[0], closest(unknown[0], options)
             hint = f"Did you mean {meant}={reprlib.repr(kwargs[name])}?" if meant else f"Expected {', '.join(options)}."
             raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {name!r}. {hint}")
         init(self, *args, **kwargs)
@@ -33,10 +33,25 @@ def check_keywords(init: Init) -> Init:
     return checked  # type: ignore[return-value]
 
 
-def _closest(name: str, options: Sequence[str]) -> str | None:
-    """The option that contains ``name`` as whole words, or is contained in it, or else is spelled like it."""
-    related = (each for each in options if f"_{name}_" in f"_{each}_" or f"_{each}_" in f"_{name}_")
-    return next(related, None) or next(iter(difflib.get_close_matches(name, options, 1)), None)
+def closest(name: str, known: Sequence[str]) -> str | None:
+    """The known name that contains ``name`` as whole words, or is contained in it, or else is spelled like it."""
+    related = (each for each in known if f"_{name}_" in f"_{each}_" or f"_{each}_" in f"_{name}_")
+    return next(related, None) or next(iter(difflib.get_close_matches(name, known, 1)), None)
+
+
+def check_choice(name: str, value: object, choices: Iterable[object], or_else: str = "", hint: str = "") -> None:
+    """Raise ValueError unless ``value`` is one of ``choices``; the error lists them and suggests the nearest.
+
+    ``or_else`` names further values that the caller accepts; ``hint`` ends the error.
+    """
+    choices = list(choices)
+    if value in choices:
+        return
+    spelled = {str(choice).lower(): choice for choice in choices}
+    nearest = closest(str(value).lower(), list(spelled))
+    meant = "" if nearest is None else f" Did you mean {spelled[nearest]!r}?"
+    *first, last = [*map(repr, choices), *filter(None, [or_else])]
+    raise ValueError(f"{name} is {value!r}; expected {', '.join(first)} or {last}.{meant}{hint and f' {hint}'}")
 
 
 def check_whole_number(

@@ -9,12 +9,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from math import prod
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from gradwire.algorithms._validation import check_flag, check_number, check_patterns, check_whole_number
+from gradwire.algorithms._validation import check_choice, check_flag, check_number, check_patterns, check_whole_number
 from gradwire.algorithms.memory import names_or_numbers
 from gradwire.algorithms.quantization import Quantization
 from gradwire.kernels import MAX_BLOCK_SIZE, MIN_BLOCK_SIZE, WIRE_FORMATS, WireFormat
@@ -23,6 +23,7 @@ Value = TypeVar("Value")
 DEFAULT_EXEMPT = ("*.bias", "*norm*")
 # Wire formats without error feedback by default: their rounding errors are small.
 STATELESS = ("int8", "int6")
+WIRE_ALIASES = {"fp8_e4m3": "fp8"}  # other names of wire formats
 
 
 class MatrixShape(NamedTuple):
@@ -178,19 +179,17 @@ class WirePolicy:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _check_format("wire", self.wire)
+        object.__setattr__(self, "wire", wire_name("wire", self.wire))
         if not isinstance(self.exempt, tuple) or not all(isinstance(pattern, str) for pattern in self.exempt):
             raise ValueError(f"exempt is {self.exempt!r}; expected a tuple of name patterns, such as ('*.bias',).")
         if not isinstance(self.wires, Mapping) or not all(isinstance(pattern, str) for pattern in self.wires):
             raise ValueError(f"wires is {self.wires!r}; expected a dictionary from name patterns to wire formats.")
-        for pattern, wire in self.wires.items():
-            _check_format(f"wires[{pattern!r}]", wire)
-        object.__setattr__(self, "wires", dict(self.wires))
+        wires = {pattern: wire_name(f"wires[{pattern!r}]", wire) for pattern, wire in self.wires.items()}
+        object.__setattr__(self, "wires", wires)
         check_block_size("block_size", self.block_size)
         if self.use_error_feedback is not None:
             check_flag("use_error_feedback", self.use_error_feedback)
-        if self.error_dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(f"error_dtype is {self.error_dtype}; expected torch.float32 or torch.bfloat16.")
+        check_choice("error_dtype", self.error_dtype, (torch.float32, torch.bfloat16))
         check_whole_number("seed", self.seed, "a whole number")
 
     @property
@@ -264,6 +263,8 @@ def check_block_size(name: str, value: object) -> None:
         raise ValueError(f"{name} is {value}; expected {expected}.")
 
 
-def _check_format(option: str, value: object) -> None:
-    if not isinstance(value, str) or value not in WIRE_FORMATS:
-        raise ValueError(f"{option} is {value!r}; expected one of {', '.join(WIRE_FORMATS)}.")
+def wire_name(option: str, value: Any, or_else: str = "") -> str:
+    """The key of `WIRE_FORMATS` that ``value`` stands for. Raises ValueError as `check_choice` does."""
+    name: str = WIRE_ALIASES.get(value, value) if isinstance(value, str) else value
+    check_choice(option, name, WIRE_FORMATS, or_else)
+    return name

@@ -126,11 +126,16 @@ class ScatterBucket:
         if options.error_dtype is not None:
             self.errors = torch.zeros(sum(self._sizes), dtype=options.error_dtype, device=device)
 
+    @property
+    def message_bytes(self) -> int:
+        """Size of a message: the cells of all ranks, this one's included."""
+        return prod(self.message_layout.message_shape)
+
     @cached_property
     def wires(self) -> list[tuple[int, torch.dtype]]:
         """Number of elements and dtype of the buffers of a step."""
         layout = self.message_layout
-        sizes = [(prod(layout.message_shape), torch.uint8)] * 2
+        sizes = [(self.message_bytes, torch.uint8)] * 2
         sizes += [(layout.shard_numel(section), torch.float32) for section in layout.sections]
         if self.errors is not None:
             sizes.append((self.errors.numel(), self.errors.dtype))

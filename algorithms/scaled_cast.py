@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradwire.algorithms._validation import check_whole_number
+from gradwire.algorithms._validation import check_choice, check_whole_number
 from gradwire.algorithms.step import Gradients, Step
 from gradwire.comm.transport import Transport
 from gradwire.kernels import MAX_EXPONENT, bound_update_scale
@@ -50,8 +50,7 @@ class DelayedScaling:
     backoff: int = 4
 
     def __post_init__(self) -> None:
-        if self.dtype not in (torch.float16, torch.bfloat16):
-            raise ValueError(f"dtype is {self.dtype}; expected torch.float16 or torch.bfloat16.")
+        check_choice("dtype", self.dtype, (torch.float16, torch.bfloat16))
         for name, lowest, highest in (("margin", 1, MAX_MARGIN), ("growth", 1, 2 * MAX_EXPONENT), ("backoff", 0, 12)):
             expected = f"a whole number of binades, {lowest} to {highest}"
             check_whole_number(name, getattr(self, name), expected, lowest, highest)

@@ -1,18 +1,20 @@
-"""The commands ``gradwire doctor``, ``advise`` and ``demo``. `gradwire.cli.bench` has ``gradwire bench``."""
+"""The ``gradwire`` command: doctor, run, advise and demo. `gradwire.cli.bench` has ``gradwire bench``."""
 
 import os
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
+from typer.core import TyperCommand
 
+from gradwire._version import __version__
 from gradwire.bench import demo as demo_bench
 from gradwire.bench import namespaces
 from gradwire.bench.tables import format_link
 from gradwire.cli import doctor as doctor_command
 from gradwire.cli import run as run_command
-from gradwire.cli import version_line
 from gradwire.cli.advise import advise_command
 from gradwire.cli.bench import bench
 from gradwire.cli.bench_runs import measured, report
@@ -26,6 +28,7 @@ from gradwire.cli.options import (
     parse_hooks,
     parse_rate,
     refuse_beside,
+    require_packages,
 )
 from gradwire.planner.hook_registry import COMPARABLE, DEMO_HOOKS
 
@@ -41,7 +44,7 @@ _DEMO_HOOKS = ", ".join(DEMO_HOOKS)
 
 def _print_version(asked: bool) -> None:
     if asked:
-        typer.echo(version_line())
+        typer.echo(f"gradwire {__version__} (torch {torch.__version__})")
         raise typer.Exit
 
 
@@ -66,16 +69,21 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the repor
 
     Takes a few seconds on a CPU. The exit status is 1 if a check failed.
     """
-    raise typer.Exit(doctor_command.main(["--json"] if as_json else []))
+    raise typer.Exit(doctor_command.main(as_json))
 
 
-@app.command("run", add_help_option=False, context_settings={"ignore_unknown_options": True})
-def run(arguments: Annotated[list[str], typer.Argument(metavar="[OPTIONS] SCRIPT ...")]) -> None:
-    """Run an unchanged training script under torchrun, with its gradients compressed, and report bytes and times.
+class _Unparsed(TyperCommand):
+    """A command that gets its arguments as they are."""
 
-    Takes torchrun's options and --hook. ``gradwire run --help`` lists them.
-    """
-    run_command.launch(arguments)
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        ctx.args = args
+        return args
+
+
+@app.command("run", cls=_Unparsed)
+def run(context: typer.Context) -> None:
+    """Run an unchanged training script under torchrun, with its gradients compressed, and report bytes and times."""
+    run_command.launch(context.args)
 
 
 app.command("advise")(advise_command)
@@ -101,6 +109,7 @@ def demo(
     The hosts are network namespaces of this machine, joined by rate-limited links. This needs root on Linux; otherwise
     the demo trains over loopback, where sending less saves no time. Takes about 2 minutes.
     """
+    require_packages("demo")
     if loopback:
         refuse_beside(context, "--loopback", "rate", "delay")
     names, link = parse_hooks(hooks, COMPARABLE), parse_rate(rate, "--rate")

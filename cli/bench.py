@@ -38,6 +38,7 @@ from gradwire.cli.options import (
     parse_rate,
     parse_sizes,
     refuse_beside,
+    require_packages,
 )
 from gradwire.planner.hook_registry import HOOKS, HookEntry
 
@@ -63,6 +64,7 @@ def _command(
     def register(function: Callable[..., None]) -> None:
         @wraps(function)
         def checked(context: typer.Context, **options: Any) -> None:
+            require_packages(f"bench {name}")
             if options.get("quick"):
                 refuse_beside(context, "--quick", *values)
                 options |= values

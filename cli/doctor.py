@@ -1,12 +1,10 @@
 """``gradwire doctor``: what is installed, which kernels and backends are usable, and a self-test of a few seconds.
 
-Needs nothing but torch and gradwire. ``python -m gradwire.cli.doctor`` is the same command. The exit status is 1 if
-a check failed.
+The exit status is 1 if a check failed.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import os
@@ -17,7 +15,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, requires, version
 from typing import Literal, NamedTuple
 
@@ -27,8 +25,10 @@ import torch.distributed as dist
 import gradwire
 from gradwire.bench.launch import LaunchError
 from gradwire.bench.record import cpu_name
-from gradwire.cli import missing_packages, self_test
+from gradwire.cli import self_test
+from gradwire.cli.options import missing_packages
 from gradwire.comm.torch_internals import TESTED_TORCH
+from gradwire.hooks._by_name import VARIABLE, name_from_environment
 from gradwire.kernels.dispatch import has_tf32, is_interpreted, use_triton
 
 # Variables that change what gradwire, its collectives and its kernels do, by the start of their names.
@@ -168,14 +168,18 @@ def backends() -> Iterator[Check]:
 
 
 def environment() -> Iterator[Check]:
-    """GRADWIRE_KERNELS, and the other variables of `PREFIXES` and `VARIABLES` that are set."""
+    """The variables that gradwire reads, and the other ones of `PREFIXES` and `VARIABLES` that are set."""
     kernels = "GRADWIRE_KERNELS"
     yield Check(kernels, os.environ.get(kernels, "not set: auto, Triton kernels on GPUs and plain PyTorch on CPUs"))
+    try:
+        yield Check(VARIABLE, name_from_environment() or "not set: the script or the command line names the hook")
+    except ValueError as error:
+        yield Check(VARIABLE, str(error), "failed")
     for name, value in sorted(os.environ.items()):
-        if name == kernels or not (name.startswith(PREFIXES) or name in VARIABLES):
+        if name in (kernels, VARIABLE) or not (name.startswith(PREFIXES) or name in VARIABLES):
             continue
         if name.startswith("GRADWIRE_"):
-            yield Check(name, f"{value} (gradwire reads {kernels} only)", "warning")
+            yield Check(name, f"{value} (gradwire reads {kernels} and {VARIABLE} only)", "warning")
         elif name == "GLOO_SOCKET_IFNAME" and hasattr(socket, "if_nameindex"):
             here = [interface for _, interface in socket.if_nameindex()]
             absent = [interface for interface in value.split(",") if interface not in here]
@@ -186,11 +190,10 @@ def environment() -> Iterator[Check]:
 
 
 def packages() -> Iterator[Check]:
-    """Optional packages of the other commands."""
-    for commands, extra in (("advise", "cli"), ("demo, bench", "bench")):
-        missing = missing_packages(extra)
-        remedy = f'missing {", ".join(missing)}: in a checkout of gradwire, run pip install ".[{extra}]"'
-        yield Check(commands, remedy if missing else "complete")
+    """The optional packages of the demo and the benchmarks."""
+    missing = missing_packages()
+    remedy = f'missing {", ".join(missing)}: in a checkout of gradwire, run pip install ".[bench]"'
+    yield Check("demo, bench", remedy if missing else "complete")
 
 
 def self_tests() -> Iterator[Check]:
@@ -229,13 +232,8 @@ SECTIONS: dict[str, Callable[[], Iterator[Check]]] = {
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(as_json: bool) -> int:
     """Print the report; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="gradwire doctor", description="Check this installation: versions, kernels, backends, and a self-test."
-    )
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    as_json = parser.parse_args(arguments).json
     report: dict[str, list[Check]] = {}
     for title, section in SECTIONS.items():
         if not as_json:
@@ -264,7 +262,3 @@ def _line(check: Check) -> str:
     lines = textwrap.fill(f"  {check.name:<{_TEXT_COLUMN - 4}}  {text}", _WIDTH, subsequent_indent=indent)
     has_color = check.status in _COLORS and sys.stdout.isatty() and "NO_COLOR" not in os.environ
     return f"\033[{_COLORS[check.status]}m{lines}\033[0m" if has_color else lines
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,8 +1,10 @@
 """Options that several commands of ``gradwire`` share, and the parsing of their values."""
 
+import importlib.util
 import math
 import os
 import re
+import sys
 from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,11 +21,25 @@ MAX_SEED = 2**32 - 1
 MAX_THREADS = 1024
 MAX_RANKS = 65_536
 MAX_DELAY_MS = 10_000
+# The extra `bench`, by import names.
+BENCH_PACKAGES = ("matplotlib", "sklearn", *(("pyroute2",) if sys.platform == "linux" else ()))
 
 
 def number(help: str, least: int = 1, most: int = MAX_STEPS) -> Any:
     """An option that takes a whole number."""
     return typer.Option(min=least, max=most, help=help)
+
+
+def missing_packages() -> list[str]:
+    """The packages of the demo and the benchmarks that are not installed."""
+    return [name for name in BENCH_PACKAGES if importlib.util.find_spec(name) is None]
+
+
+def require_packages(command: str) -> None:
+    """End the program if packages of the demo and the benchmarks are missing."""
+    if missing := missing_packages():
+        remedy = 'In a checkout of gradwire, run: pip install ".[bench]"'
+        sys.exit(f"gradwire {command}: missing {', '.join(missing)}. {remedy}")
 
 
 ThreadsOption = Annotated[int, number("CPU threads of each process.", most=MAX_THREADS)]

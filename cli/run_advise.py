@@ -76,7 +76,7 @@ def measured_script(probe: ScriptProbe) -> Measurement:
 
 
 def _advise_script(probe: ScriptProbe) -> NoReturn:
-    from gradwire.cli.advice_report import print_advice  # needs the extra `cli`
+    from gradwire.cli.advice_report import print_advice  # takes a second to import
 
     began = time.monotonic()
     try:

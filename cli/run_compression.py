@@ -19,32 +19,28 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from gradwire.cli.run_advise import measured_script, on_ddp_init
+from gradwire.cli.run_comparison import Comparison
 from gradwire.hooks._bucket import GradBucket
-from gradwire.hooks._by_name import QUANTIZED
+from gradwire.hooks._by_name import QUANTIZED, hook_named
 from gradwire.hooks._decorators import CommHook
-from gradwire.hooks.default_hooks import CastState
-from gradwire.hooks.hook_state import HookSettings, HookState
+from gradwire.hooks.hook_state import HookState
 from gradwire.kernels import WIRE_FORMATS
-from gradwire.planner.hook_registry import HOOKS, PLAIN, Registration
+from gradwire.planner.hook_registry import PLAIN
 from gradwire.planner.jobs import JobError
 from gradwire.planner.model_probe import STEPS, ScriptProbe
 from gradwire.planner.recommend import advise
-from gradwire.sharded import ReduceScatterOptions, attach
+from gradwire.sharded import Attachment, attach
 from gradwire.sharded.attachment import is_attached
 from gradwire.sharded.torch_internals import on_root_init, parameter_groups
 
 AUTO = "auto"
-CHOICES = (AUTO, *(name for name in HOOKS if name not in ("none", "noop", "allreduce")))
 OBSERVED_STEPS = 10  # one step in as many is measured
 COMPARED_STEPS = 1000  # one step in as many is compared with the exact mean, which takes two uncompressed exchanges
 WARM_UP = 2 * OBSERVED_STEPS  # compressed steps before a comparison, in which the exchange is measured
-STRETCH = 10  # steps in a row with or without compression; the first is not timed
 BUILTIN = {
     dist.BuiltinCommHookType.ALLREDUCE: torch_hooks.allreduce_hook,  # type: ignore[attr-defined]
     dist.BuiltinCommHookType.FP16_COMPRESS: torch_hooks.fp16_compress_hook,  # type: ignore[attr-defined]
 }
-# Wire formats of FSDP2's reduce-scatter by the hook that sends the same bits
-WITHIN = {"bf16": "bf16", "fp16": "fp16"} | QUANTIZED
 
 
 class HookReplacedWarning(UserWarning):
@@ -56,12 +52,13 @@ class Compression:
 
     Args:
         model: the model as the script made it.
-        hook: one of `CHOICES`.
+        hook: the name of a hook, or "auto".
         group: the ranks that average its gradients.
         start: the first step to compress.
+        measure: number of steps in which stretches with and without compression alternate; 0 for none.
     """
 
-    def __init__(self, model: nn.Module, hook: str, group: dist.ProcessGroup | None, start: int) -> None:
+    def __init__(self, model: nn.Module, hook: str, group: dist.ProcessGroup | None, start: int, measure: int) -> None:
         self.hook_name, self.model_name = hook, type(model).__name__
         self.numel = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -69,22 +66,46 @@ class Compression:
         self.is_left_to_script = False  # whether the script compresses the gradients itself
         self.summary = ""  # what "auto" has chosen, and why
         self.place = ""  # what `attach` has compressed
-        self.comparison_end = 0  # the step after the comparison of `--measure`
-        self.has_metrics = True  # whether compressed steps are measured
-        self.can_compare = True  # whether `--measure` has an effect
         self.metrics: dict[str, list[float]] = {}  # values in the measured steps, by name
-        self.stretches: list[tuple[bool, float]] = []  # whether compressed, seconds per step
-        self.step_seconds: list[float] = []  # of compressed steps outside of stretches
-        self._probe: ScriptProbe | None = None  # measures the first steps of "auto"
-        self._state: Any = None  # of the hook; None sends gradients in full
-        self.first_compressed = start  # the first compressed step
-        self._began: float | None = None  # the time of the previous step, or of the second one of this stretch
+        self.step_seconds: list[float] = []  # of compressed steps outside of a comparison
+        self.first_compressed, self._measure = start, measure
+        self.comparison: Comparison | None = None
+        self._state: Any = None  # of the hook; None if it has none, or before "auto" has chosen one
+        self._began: float | None = None  # the time of the previous step
 
     def release(self) -> None:
         """Drop the state of the hook, and read its last measurements: the model is gone, or has another hook."""
         if self._state is not None and not self.is_left_to_script:
             self._state.stop_observing()
-        self._state = self._probe = None
+        self._state = None
+
+    def _compare(self) -> None:
+        """Compare steps after a warm-up, if asked to."""
+        if self._measure:
+            self.comparison = Comparison(self.hook_name, self.first_compressed + WARM_UP, self._measure)
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether this step sends its gradients in full, for the comparison."""
+        return self.comparison is not None and self.comparison.is_plain(self.n_steps - 1)
+
+    def _begin_step(self, device: torch.device) -> None:
+        """Measure, at the first exchange of a step."""
+        step, now, comparison = self.n_steps, time.perf_counter(), self.comparison
+        self.n_steps += 1
+        is_compared = comparison is not None and comparison.first <= step <= comparison.end
+        if self._state is not None:
+            if step == self.first_compressed or (comparison is not None and step == comparison.end):
+                self._state.observe(every=OBSERVED_STEPS, exact_every=COMPARED_STEPS, report=self._report)
+            elif comparison is not None and step == comparison.first:
+                self._state.stop_observing()  # it takes time in compressed steps only
+        if comparison is not None and is_compared:
+            comparison.begin(step, device)
+            if step == comparison.end and self.rank == 0:
+                print(f"gradwire run: {self.model_name}: {comparison.answer()}", file=sys.stderr, flush=True)
+        elif self._began is not None and step > self.first_compressed:
+            self.step_seconds.append(now - self._began)
+        self._began = now
 
     def _report(self, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
@@ -96,28 +117,30 @@ class DDPCompression(Compression):
 
     Args:
         ddp: the model, wrapped in PyTorch's class.
-        hook, start: as in `Compression`; "auto" first measures `STEPS` steps.
-        measure: number of steps in which stretches with and without compression alternate; 0 for none.
+        hook, start, measure: as in `Compression`; "auto" first measures `STEPS` steps.
     """
 
     def __init__(self, ddp: TorchDDP, hook: str, start: int, measure: int) -> None:
-        super().__init__(ddp.module, hook, ddp.process_group, start)
+        super().__init__(ddp.module, hook, ddp.process_group, start, measure)
         self._group, self._module = ddp.process_group, weakref.ref(ddp.module)
         self._hook: CommHook = torch_hooks.allreduce_hook
+        self._probe: ScriptProbe | None = None  # measures the first steps of "auto"
         if hook == AUTO:
             self.first_compressed = max(start, STEPS + 2)
             self._probe = ScriptProbe(ddp, self._choose, averages=True)
         else:
             self._take(hook, start)
-        self._first = self.first_compressed + WARM_UP
-        self._end = self._first + measure // STRETCH * STRETCH
-        self.comparison_end = self._end + 1 if measure else 0
 
     def _take(self, hook: str, start: int) -> None:
         """Compress with a hook from step ``start`` on, counted from now."""
-        self._state, self._hook = _registration(hook, self._group, start)
+        self._state, self._hook = hook_named(hook).registration(self._group, start)
         if isinstance(self._state, HookState) and (module := self._module()) is not None:
             self._state.bind(module)
+        self._compare()
+
+    def release(self) -> None:
+        super().release()
+        self._probe = None
 
     def register(self, state: object, hook: Callable[..., Any]) -> None:
         """Leave the gradients to the hook that the script registers."""
@@ -134,7 +157,7 @@ class DDPCompression(Compression):
             self._begin_step(bucket.buffer().device)
         if self._probe is not None:
             return self._probe.reduce(bucket)
-        if self._state is None or self._is_plain(self.n_steps - 1):
+        if self._state is None or self._is_plain:
             return torch_hooks.allreduce_hook(self._group, bucket)
         return self._hook(self._state, bucket)
 
@@ -160,33 +183,6 @@ class DDPCompression(Compression):
         if self.rank == 0:
             print(f"gradwire run: {self.model_name}: {self.summary}", file=sys.stderr, flush=True)
 
-    def _is_plain(self, step: int) -> bool:
-        """Whether a step sends its gradients in full: stretches in the order A B B A, so that a drift cancels out."""
-        return self._first <= step < self._end and (step - self._first) // STRETCH % 4 in (0, 3)
-
-    def _begin_step(self, device: torch.device) -> None:
-        step, now = self.n_steps, time.perf_counter()
-        self.n_steps += 1
-        if self._probe is not None or self._state is None:
-            return
-        is_compared = self._first < self._end
-        if step == self.first_compressed or (is_compared and step == self._end):
-            self._state.observe(every=OBSERVED_STEPS, exact_every=COMPARED_STEPS, report=self._report)
-        elif is_compared and step == self._first:
-            self._state.stop_observing()  # it takes time in compressed steps only
-        if is_compared and self._first <= step <= self._end:
-            position = (step - self._first) % STRETCH
-            if position > 1:
-                return
-            if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-                torch.cuda.synchronize(device)  # the host runs ahead of the device
-                now = time.perf_counter()
-            if position == 0 and step > self._first and self._began is not None:
-                self.stretches.append((not self._is_plain(step - 1), (now - self._began) / (STRETCH - 1)))
-        elif self._began is not None and step > self.first_compressed:
-            self.step_seconds.append(now - self._began)
-        self._began = now
-
 
 class ShardedCompression(Compression):
     """The attachment of one model of FSDP2, HSDP or `replicate`. Args: as in `Compression`.
@@ -195,52 +191,48 @@ class ShardedCompression(Compression):
         ValueError: the hook is "auto"; or it has no wire format for FSDP2's reduce-scatter, and the model no replicas.
     """
 
-    def __init__(self, model: nn.Module, hook: str, start: int) -> None:
+    def __init__(self, model: nn.Module, hook: str, start: int, measure: int) -> None:
         if hook == AUTO:
             raise ValueError(
                 "--hook auto measures models of DistributedDataParallel, and this one is of fully_shard or replicate. "
                 "Name a hook; gradwire advise compares them for HSDP's replicas."
             )
-        super().__init__(model, hook, None, start)
+        super().__init__(model, hook, None, start, measure)
+        self._attachment: Attachment | None = None
         self.is_left_to_script = is_attached(model)
         if self.is_left_to_script:
             return
-        if any(group.replicas is not None for group in parameter_groups(model)):
-            attachment = attach(model, *_registration(hook, None, start))
-            self._state = attachment.state
-        else:
-            attachment = attach(model, within=_within(hook))
-            self.has_metrics, self.first_compressed = False, 0
-        self.place, self.can_compare = attachment.report, False
-        attachment.step_ends.append(self._end_step)
+        self._attachment = attachment = _attach(model, hook, start)
+        self._state, self.place, exchange = attachment.state, attachment.report, attachment.exchange
+        if self._state is None:
+            self.first_compressed = 0
+        self._compare()
+        assert exchange is not None
 
-    def _end_step(self) -> None:
-        now = time.perf_counter()
-        self.n_steps += 1
-        if self.n_steps == self.first_compressed and self._state is not None:
-            self._state.observe(every=OBSERVED_STEPS, exact_every=COMPARED_STEPS, report=self._report)
-        if self._began is not None and self.n_steps > self.first_compressed:
-            self.step_seconds.append(now - self._began)
-        self._began = now
+        def begin() -> None:
+            self._begin_step(exchange.device)
+            exchange.is_plain = self._is_plain
+
+        exchange.step_begins.append(begin)
+
+    def release(self) -> None:
+        super().release()
+        before, sent = self._attachment.within_bytes if self._attachment is not None else (0, 0)
+        if sent:
+            self._report({"gradient_bytes": before, "sent_bytes": sent})
 
 
-def _within(hook: str) -> ReduceScatterOptions:
-    """The wire format of a hook for FSDP2's reduce-scatter, below 6 bits with error feedback."""
-    entry = WITHIN.get(hook)
-    if entry is None:
+def _attach(model: nn.Module, hook: str, start: int) -> Attachment:
+    """Attach a hook by name: between replicas from step ``start`` on, or within FSDP2's reduce-scatter."""
+    if any(group.replicas is not None for group in parameter_groups(model)):
+        return attach(model, *hook_named(hook).registration(None, start))
+    if hook_named(hook).options.get("wire", hook) not in WIRE_FORMATS:
         raise ValueError(
             f"--hook {hook} averages between replicas, and this model is sharded by fully_shard over a 1-D mesh, which "
-            f"has none. Choose one of {', '.join(WITHIN)}, or shard over a 2-D mesh (replicate, shard)."
+            f"has none. Choose one of {', '.join(['bf16', 'fp16', *QUANTIZED])}, or shard over a 2-D mesh (replicate, "
+            "shard)."
         )
-    return ReduceScatterOptions(wire=entry, use_error_feedback=WIRE_FORMATS[entry].bits < 6)
-
-
-def _registration(hook: str, group: dist.ProcessGroup | None, start: int) -> Registration:
-    """State and hook for a process group; the state can be observed."""
-    registration = HOOKS[hook].make(group, start)
-    assert registration is not None
-    state, function = registration
-    return state if isinstance(state, HookSettings) else CastState(group), function
+    return attach(model, hook)
 
 
 @contextmanager
@@ -289,9 +281,7 @@ def compressed(hook: str, start: int = 2, measure: int = 0) -> Iterator[list[Com
 
     def attach_root(model: nn.Module) -> None:
         if any(parameter.requires_grad for parameter in model.parameters()):
-            made.append(ShardedCompression(model, hook, start))
-            if measure:
-                made[-1].place += "; --measure has no effect: it compares steps of DDP"
+            made.append(ShardedCompression(model, hook, start, measure))
 
     with (
         mock.patch.object(TorchDDP, "register_comm_hook", register_comm_hook),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from gradwire import DistributedDataParallel
+import gradwire
 from gradwire.hooks.hook_state import HookState, Memory, Step, hook_for
 
 
@@ -63,8 +63,8 @@ def main():
     """Train a network to reproduce its input; rank 0 prints the loss."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    model = DistributedDataParallel(torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4))))
-    model.register_comm_hook(TopKState(density=0.05), topk_hook)
+    model = gradwire.DistributedDataParallel(torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4))))
+    gradwire.attach(model, TopKState(density=0.05), topk_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     inputs = torch.randn(256, 64, generator=torch.Generator().manual_seed(dist.get_rank()))
     for step in range(1, 101):

@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradwire import DistributedDataParallel
-from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+import gradwire
 
 
 def main() -> None:
@@ -25,9 +24,8 @@ def main() -> None:
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64)).to(device)
     teacher = torch.randn(64, 64, device=device) / 8
 
-    model = DistributedDataParallel(model)
-    state = PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=100)
-    model.register_comm_hook(state, powerSGD_hook)
+    model = gradwire.DistributedDataParallel(model)
+    state = gradwire.attach(model, "powersgd-r4", start_powerSGD_iter=100).state
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     torch.manual_seed(1 + dist.get_rank())  # different data on every rank

@@ -17,8 +17,7 @@ import torch.distributed as dist
 from checkpointing import load, save
 from torch import nn
 
-from gradwire import DistributedDataParallel
-from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
+import gradwire
 
 STEPS, SAVE_EVERY = 150, 50
 
@@ -37,9 +36,10 @@ def main(folder: Path, failing_step: int | None) -> None:
         "nccl" if use_cuda else "gloo", store=store, rank=rank, world_size=int(os.environ["WORLD_SIZE"])
     )
     torch.manual_seed(0)  # the same model on every rank
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)).to(device))
-    state = QuantizationState(None, wire="int4")
-    model.register_comm_hook(state, quantization_hook)
+    model = gradwire.DistributedDataParallel(
+        nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)).to(device)
+    )
+    state = gradwire.attach(model, "int4").state
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
 
     load(folder, model, optimizer, hook=state)  # nothing in the first attempt

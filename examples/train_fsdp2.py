@@ -30,7 +30,7 @@ def main() -> None:
     for layer in (model[0], model[2]):
         fully_shard(layer)
     fully_shard(model)
-    attachment = gradwire.attach(model, within="bf16")
+    attachment = gradwire.attach(model, "bf16")
 
     if dist.get_rank() == 0:
         print(attachment.report)

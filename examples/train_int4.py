@@ -17,7 +17,6 @@ from checkpointing import load, save
 from torch import nn
 
 import gradwire
-from gradwire import DistributedDataParallel
 
 STEPS = 150
 
@@ -33,11 +32,11 @@ def main(folder: Path) -> None:
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64)).to(device)
     teacher = torch.randn(64, 64, device=device) / 8
 
-    model = DistributedDataParallel(model)
-    state = gradwire.attach(model, "int4").state
+    model = gradwire.DistributedDataParallel(model)
+    attachment = gradwire.attach(model, "int4")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
-    start = load(folder, model, optimizer, hook=state)  # 0 in the first run
+    start = load(folder, model, optimizer, hook=attachment)  # 0 in the first run
     torch.manual_seed(1 + dist.get_rank() + start)  # different data on every rank
     for step in range(start + 1, start + STEPS + 1):
         inputs = torch.randn(32, 64, device=device)
@@ -48,7 +47,7 @@ def main(folder: Path) -> None:
         if dist.get_rank() == 0 and step % 50 == 0:
             print(f"{dist.get_world_size()} ranks, step {step}: loss {loss.item():.3f}")
 
-    save(folder, start + STEPS, model, optimizer, hook=state)  # a collective call
+    save(folder, start + STEPS, model, optimizer, hook=attachment)  # a collective call
     dist.destroy_process_group()
 
 

@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradwire import DistributedDataParallel
-from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+import gradwire
 
 
 def main() -> None:
@@ -23,9 +22,8 @@ def main() -> None:
     dist.init_process_group("nccl" if use_cuda else "gloo")
     torch.manual_seed(0)  # the same model on every rank
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)).to(device)
-    model = DistributedDataParallel(model)
-    state = PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=20)
-    model.register_comm_hook(state, powerSGD_hook)
+    model = gradwire.DistributedDataParallel(model)
+    state = gradwire.attach(model, "powersgd-r4", start_powerSGD_iter=20).state
     compiled = torch.compile(model)  # after wrapping, so that the graph is split at DDP's buckets
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
     scaler = torch.amp.GradScaler(device.type, init_scale=2.0**20)

@@ -11,11 +11,15 @@
     powersgd-r8-batched                      `batched_powerSGD_hook`
 
 ``-no-feedback`` at the end of a wire format or of PowerSGD's name switches error feedback off.
+
+The environment variable ``GRADWIRE_HOOK`` names a hook for gradwire's DDP, ``attach`` without a name, and
+``gradwire run``.
 """
 
 from __future__ import annotations
 
-import difflib
+import functools
+import logging
 import os
 import re
 from collections.abc import Mapping
@@ -24,6 +28,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from gradwire.algorithms._validation import closest
+from gradwire.algorithms.policy import WIRE_ALIASES, wire_name
 from gradwire.hooks._decorators import CommHook
 from gradwire.hooks.default_hooks import CastState, allreduce_hook, bf16_compress_hook, fp16_compress_hook
 from gradwire.hooks.powerSGD_hook import FACTOR_WIRES, PowerSGDState, batched_powerSGD_hook, powerSGD_hook
@@ -31,13 +37,13 @@ from gradwire.hooks.quantization_hooks import QuantizationState, quantization_ho
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
 from gradwire.kernels import WIRE_FORMATS
 
-_ALIASES = {"fp8_e4m3": "fp8"}
-# Wire formats with scales by the name of their hook.
-QUANTIZED = {_ALIASES.get(name, name): name for name, wire in WIRE_FORMATS.items() if wire.is_scaled}
+logger = logging.getLogger("gradwire.hooks")
+
+QUANTIZED = tuple(name for name, wire in WIRE_FORMATS.items() if wire.is_scaled)
 NONE = "none"  # no hook
 VARIABLE = "GRADWIRE_HOOK"  # the environment variable that names a hook
 _NO_FEEDBACK = r"(?P<off>-no-feedback)?"
-_WIRE = re.compile(rf"(?P<wire>{'|'.join(QUANTIZED)}){_NO_FEEDBACK}")
+_WIRE = re.compile(rf"(?P<wire>{'|'.join([*QUANTIZED, *WIRE_ALIASES])}){_NO_FEEDBACK}")
 _POWERSGD = re.compile(
     rf"powersgd-r(?P<rank>[1-9]\d*)(?:-(?P<factors>{'|'.join(FACTOR_WIRES)}))?"
     rf"(?:-(?P<variant>alternating|batched))?{_NO_FEEDBACK}"
@@ -78,18 +84,16 @@ _CASTS = {
 
 def hook_named(name: str) -> NamedHook:
     """The hook that a name stands for. Raises ValueError for any other name, with the nearest one."""
-    name = _ALIASES.get(name, name)
     if name in _CASTS:
         return _CASTS[name]
     if found := _WIRE.fullmatch(name):
         feedback = {"use_error_feedback": False} if found["off"] else {}
-        options = {"wire": QUANTIZED[found["wire"]], **feedback}
+        options = {"wire": wire_name("wire", found["wire"]), **feedback}
         return NamedHook(QuantizationState, quantization_hook, options, "start_iter")
     if found := _POWERSGD.fullmatch(name):
         return _low_rank(found)
-    known = [*_CASTS, *QUANTIZED, *_EXAMPLES]
-    nearest = difflib.get_close_matches(name, known, 1)
-    meant = f"Did you mean {nearest[0]!r}? " if nearest else ""
+    nearest = closest(name.lower(), [*_CASTS, *QUANTIZED, *_EXAMPLES])
+    meant = "" if nearest is None else f"Did you mean {nearest!r}? "
     raise ValueError(
         f"There is no hook {name!r}. {meant}Hooks: {', '.join([*_CASTS, *QUANTIZED])}, and powersgd-rN with a rank N, "
         f"such as {', '.join(_EXAMPLES[:3])}; -no-feedback at the end switches error feedback off."
@@ -110,12 +114,25 @@ def _low_rank(found: re.Match[str]) -> NamedHook:
     return NamedHook(PowerSGDState, hook, options, "start_powerSGD_iter")
 
 
+def environment_value() -> str:
+    """The value of the environment variable `VARIABLE`, unchecked; empty without one."""
+    return os.environ.get(VARIABLE, "").strip()
+
+
 def name_from_environment() -> str | None:
     """The hook that the environment variable `VARIABLE` names; None without one. ValueError for any other name."""
-    name = os.environ.get(VARIABLE, "").strip()
+    name = environment_value()
     if name and name != NONE:
         try:
             hook_named(name)
         except ValueError as error:
             raise ValueError(f"The environment variable {VARIABLE} is {name!r}. {error}") from None
     return name or None
+
+
+@functools.cache
+def log_name_from_environment(name: str) -> None:
+    """Log, once per process and on rank 0 only, that the environment changes the training."""
+    if name != NONE and dist.get_rank() == 0:
+        text = "The environment variable %s compresses the gradients with %s. Unset it to average them plainly."
+        logger.warning(text, VARIABLE, name)

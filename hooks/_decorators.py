@@ -62,25 +62,30 @@ def described(value: object) -> str:
     return f"an object of type {type(value).__qualname__}"
 
 
-def check_process_group(value: object, argument: str = "process_group") -> None:
-    """Raise TypeError unless ``value`` is a process group or None."""
+def by_name(value: object) -> str:
+    """The remedy for a string in place of a state or of its process group."""
+    return f" To name a hook, call gradwire.attach(model, {value!r})." if isinstance(value, str) else ""
+
+
+def check_process_group(value: object, argument: str = "process_group", remedy: str = "") -> None:
+    """Raise TypeError, which ends with ``remedy``, unless ``value`` is a process group or None."""
     if value is not None and not isinstance(value, dist.ProcessGroup):
         raise TypeError(
             f"{argument} is {described(value)}; expected a torch.distributed.ProcessGroup, as dist.new_group() returns "
-            "it, or None for the model's process group."
+            f"it, or None for the model's process group.{remedy}"
         )
 
 
 def _refuse_state(hook_name: str, state: object, kinds: tuple[type, ...]) -> None:
     if dist.ProcessGroup in kinds:
-        check_process_group(state, f"The state of {hook_name}")
+        check_process_group(state, f"The state of {hook_name}", by_name(state))
         return
     kind = kinds[0]
     # PyTorch has some of gradwire's names, too.
     what = f"{'a gradwire' if kind.__module__.startswith('gradwire.') else 'an instance of'} {kind.__name__}"
     raise TypeError(
         f"The state of {hook_name} is {described(state)}; expected {what}: "
-        f"model.register_comm_hook({kind.__name__}(process_group), {hook_name})."
+        f"model.register_comm_hook({kind.__name__}(process_group), {hook_name}).{by_name(state)}"
     )
 
 

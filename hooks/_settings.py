@@ -8,6 +8,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Mapping
+from inspect import signature
 from typing import Any
 
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from gradwire.algorithms._validation import check_whole_number
 from gradwire.comm.torch_internals import default_group, is_initialized_group
 from gradwire.hooks._bucket import Bucket
-from gradwire.hooks._decorators import check_process_group, is_gradwire_hook, name_of
+from gradwire.hooks._decorators import by_name, check_process_group, is_gradwire_hook, name_of
 from gradwire.hooks._handshake import Handshake, check_same_ranks
 from gradwire.hooks._memory import StateMemory
 from gradwire.hooks._names import ParameterNames, registered_wrappers
@@ -48,7 +49,7 @@ class HookSettings:
     _follows_model = False  # whether ``process_group`` was taken from the model
 
     def __init__(self, hook: str, process_group: dist.ProcessGroup | None = None) -> None:
-        self.hook_name = hook
+        self.hook_name = self._own_hook = hook  # the first is that of the latest call, if several hooks share a state
         self.handshake = Handshake()
         self.process_group = process_group
         self._plans = WeakIdKeyDictionary()  # of buckets that have none of their own, by their first parameter
@@ -60,9 +61,17 @@ class HookSettings:
 
     @process_group.setter
     def process_group(self, process_group: dist.ProcessGroup | None) -> None:
-        check_process_group(process_group)
+        check_process_group(process_group, remedy=self._meant(process_group))
         self._process_group, self._follows_model = process_group, False
         self.handshake.revoke()
+
+    def _meant(self, value: object) -> str:
+        """The remedy for a value in place of the process group: the next option, if it has that type, or a name."""
+        if not isinstance(value, str | int):
+            return ""
+        following = [*signature(type(self)).parameters.values()][1:2]
+        is_meant = any(each.annotation is type(value) and each.kind is not each.KEYWORD_ONLY for each in following)
+        return (f" Pass {following[0].name}={value!r}." if is_meant else "") + by_name(value)
 
     @property
     def _group(self) -> dist.ProcessGroup:

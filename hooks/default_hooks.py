@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.algorithms import cast_all_reduce
-from gradwire.algorithms._validation import check_keywords
+from gradwire.algorithms._validation import check_choice, check_keywords
 from gradwire.hooks._bucket import Bucket, GradBucket, tensor_in
 from gradwire.hooks._decorators import CommHook, ddp_hook, replayable, zero_copy
 from gradwire.hooks._plans import replayed
@@ -67,8 +67,7 @@ class CastState(HookSettings):
         accumulate: str = "wire",
         local_size: int | str = "auto",
     ) -> None:
-        if accumulate not in ("wire", "fp32"):
-            raise ValueError(f"accumulate is {accumulate!r}; expected 'wire' or 'fp32'.")
+        check_choice("accumulate", accumulate, ("wire", "fp32"))
         super().__init__("", process_group)  # the name is that of the hook which is called
         check_local_size(local_size)
         self.accumulate, self.local_size = accumulate, local_size

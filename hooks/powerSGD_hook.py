@@ -27,6 +27,7 @@ from gradwire.algorithms import (
 )
 from gradwire.algorithms._validation import (
     MAX_COUNT,
+    check_choice,
     check_elements,
     check_flag,
     check_keywords,
@@ -94,22 +95,15 @@ class PowerSGDOptions:
                 "Expect `start_powerSGD_iter` > 1 if `use_error_feedback` or `warm_start` is enabled, "
                 f"because buckets are rebuilt after the first step; got {self.start_powerSGD_iter}."
             )
-        if self.factor_dtype not in (None, torch.float32, torch.bfloat16):
-            raise ValueError(
-                f"factor_dtype is {self.factor_dtype}; expected None, torch.float32 or torch.bfloat16. Factors have "
-                "the range of the gradients, which fp16 does not cover."
-            )
-        if self.factor_wire not in (None, *FACTOR_WIRES):
-            raise ValueError(
-                f"factor_wire is {self.factor_wire!r}; expected None or one of {', '.join(map(repr, FACTOR_WIRES))}."
-            )
+        dtypes, hint = (None, torch.float32, torch.bfloat16), "Factors have the range of the gradients, unlike fp16."
+        check_choice("factor_dtype", self.factor_dtype, dtypes, hint=hint)
+        check_choice("factor_wire", self.factor_wire, (*FACTOR_WIRES, None))
         if self.factor_wire is not None and self.factor_dtype is not None:
             raise ValueError(
                 f"factor_wire is {self.factor_wire!r} and factor_dtype is {self.factor_dtype}, but factors are sent in "
                 "one of them. Pass factor_dtype=None: factors are computed in fp32 and then quantized."
             )
-        if self.precision not in ("tf32", "fp32"):
-            raise ValueError(f"precision is {self.precision!r}; expected 'tf32' or 'fp32'.")
+        check_choice("precision", self.precision, ("tf32", "fp32"))
         if self.alternating and not self.warm_start:
             raise ValueError(
                 "alternating needs warm_start: each step sends one factor and reuses the other. Set warm_start=True."

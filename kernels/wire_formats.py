@@ -322,7 +322,7 @@ class Floats(WireFormat):
 
 _FORMATS: tuple[WireFormat, ...] = (
     Integers("int8", 8, levels=128),
-    Float8("fp8_e4m3", 8, levels=448),
+    Float8("fp8", 8, levels=448),
     Integers("int6", 6, levels=32),
     Integers("int4", 4, levels=8),
     OddIntegers("int2", 2, levels=3),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -19,6 +20,15 @@ from gradwire.algorithms._validation import check_whole_number
 from gradwire.comm import GroupTransport
 from gradwire.comm.connections import connections_of
 from gradwire.hooks import default_hooks
+from gradwire.hooks._by_name import (
+    NONE,
+    VARIABLE,
+    environment_value,
+    hook_named,
+    log_name_from_environment,
+    name_from_environment,
+)
+from gradwire.hooks._decorators import name_of
 from gradwire.hooks.hook_state import HookState
 from gradwire.reducer import arguments, errors, torch_internals
 from gradwire.reducer.bucket import BucketHook, DelayedGradients, default_reduction
@@ -49,6 +59,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     communication hook, gradients are bitwise equal to PyTorch's. Buckets are lists of gradients, so gradwire's hooks
     are zero-copy: they read and write gradients in place, without a flat copy. Without a hook, and with
     `allreduce_hook`, gradients are flattened on CPUs, as in PyTorch, but not on GPUs.
+
+    If the environment variable ``GRADWIRE_HOOK`` names a hook, such as ``int4``, it is attached at construction; a hook
+    that the script registers replaces it, with a warning. See docs/hooks.md.
 
     Args:
         module: the model, with the same structure on all ranks. Rank 0's parameters and buffers are broadcast unless
@@ -95,7 +108,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     Raises:
         NotImplementedError: an argument or setting is not supported.
         ValueError: the module is or contains a wrapper of the same parameters with a communication hook; or
-            ``check_every`` is not a whole number of steps; or as in PyTorch's class.
+            ``check_every`` is not a whole number of steps; ``GRADWIRE_HOOK`` names no hook; or as in PyTorch's class.
         RuntimeError: as in PyTorch's class.
 
     Examples:
@@ -107,6 +120,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     _delay_grad_buffer: Tensor
     logger: Logger
     _log_and_throw: Callable[[type[Exception], str], NoReturn]
+    _hook_from_environment: str | None = None  # the name of the registered hook if ``GRADWIRE_HOOK`` has set it
 
     def __init__(
         self,
@@ -168,11 +182,39 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             "skip_all_reduce_unused_params": skip_all_reduce_unused_params and find_unused_parameters,
             "mixed_precision": str(mixed_precision),
             "check_every": check_every,
+            VARIABLE: environment_value() or "not set",
         }
         self._syncs_buffers_at_init = forward_sync_buffers is not None or broadcast_buffers in (None, True)
         self.lazy_bucket_allocation = lazy_bucket_allocation
         self.check_every = check_every
         super().__init__(module, **passed_on)
+        self._take_hook_from_environment()
+
+    def _take_hook_from_environment(self) -> None:
+        """Register the hook that ``GRADWIRE_HOOK`` names, until the script registers one of its own."""
+        name = name_from_environment()
+        if name is None or name == NONE:
+            return
+        if self._comm_hooks:
+            self._warn_of_unused_hook(name, "mixed_precision has a hook of its own")
+            return
+        named = hook_named(name)
+        self.register_comm_hook(named.state(), named.hook)
+        self._hook_from_environment = name
+        log_name_from_environment(name)
+
+    def _drop_hook_from_environment(self, reason: str) -> None:
+        """Return to the plain reduction if ``GRADWIRE_HOOK`` has named the hook: the script decides."""
+        if self._hook_from_environment is not None:
+            self._warn_of_unused_hook(self._hook_from_environment, reason)
+            self._hook_from_environment = None
+            self._comm_hooks.clear()
+            self.reducer.drop_comm_hook()
+            del self.logger.facts["comm_hook"]
+
+    def _warn_of_unused_hook(self, name: str, reason: str) -> None:
+        model = type(self.module).__name__
+        warnings.warn(f"{VARIABLE}={name} is not used for this {model}: {reason}.", stacklevel=4)
 
     @property
     def require_manual_backward_finalization(self) -> bool:
@@ -209,6 +251,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Reduce the gradients of every bucket with ``hook(state, bucket)`` instead of the plain all-reduce.
 
+        Replaces the hook of the environment variable ``GRADWIRE_HOOK``, with a warning.
+
         Args:
             state: passed to every call of the hook.
             hook: gradwire's, PyTorch's or your own. It takes the state and a bucket, and returns a
@@ -231,6 +275,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             arguments.check_comm_hook(state, hook)
         except (TypeError, ValueError) as error:
             self._log_and_throw(type(error), str(error))
+        self._drop_hook_from_environment(f"the script registers {name_of(hook)}")
         self._install_comm_hook(state, hook)
         self.logger.facts["comm_hook"] = getattr(hook, "__qualname__", repr(hook))
         self._comm_hooks.append((hook, state))
@@ -366,7 +411,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             torch_internals.BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
             torch_internals.BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
         }
-        if self._comm_hooks:
+        if self._comm_hooks and self._hook_from_environment is None:
             text = "register_builtin_comm_hook or register_comm_hook can only be called once."
             self._log_and_throw(RuntimeError, text)
         self.register_comm_hook(self.process_group, hooks[comm_hook_type])

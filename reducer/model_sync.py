@@ -57,7 +57,7 @@ def verify_model(
     lines = format_differences([facts for _, facts in by_rank], range(group.size())) or order
     raise RuntimeError(
         f"DDP expects same model across all ranks, but there are differences:{lines}\nBuild the same model on every "
-        "rank, and wrap it with the same arguments."
+        "rank, and wrap it with the same arguments and environment variables."
     )
 
 

@@ -60,7 +60,7 @@ class Reducer:
 
     Args:
         exchange: this rank's part in the exchange with the other ranks.
-        hook: reduces the buckets; may be replaced between two steps.
+        hook: the default reduction of the buckets, until a communication hook is registered.
         options: the parameters, and the sizes of their buckets.
         watch: finds parameters that were replaced, added or unfrozen.
         drift: with ``check_every``.
@@ -83,6 +83,7 @@ class Reducer:
         skip_unused: bool,
     ) -> None:
         self.exchange, self.hook, self.options = exchange, hook, options
+        self._default_hook = hook
         self._watch, self.drift, self._delayed = watch, drift, delayed
         self.parameters = options.parameters
         self.find_unused_parameters, self.skip_unused = find_unused_parameters, skip_unused
@@ -540,26 +541,35 @@ class Reducer:
     # The communication hook.
 
     def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], Future[Tensor]]) -> None:
-        """Let ``hook(state, bucket)`` reduce every bucket from now on. A hook cannot be replaced."""
+        """Let ``hook(state, bucket)`` reduce every bucket from now on. Raises RuntimeError if a hook does already."""
         if self.hook.is_registered:
             raise RuntimeError(errors.HOOK_REGISTERED_TWICE)
         check_pairing(state, hook)
         state = in_group(state, hook, self.exchange.process_group)
         take_back = state.memory.take_back if isinstance(state, HookState) else None
-        self.hook = BucketHook(
-            hook,
-            state,
-            is_zero_copy=is_zero_copy(hook),
-            is_registered=True,
-            has_groups=not is_gradwire_hook(hook),
-            can_replay=is_replayable(hook),
-            take_back=take_back,
+        self._set_hook(
+            BucketHook(
+                hook,
+                state,
+                is_zero_copy=is_zero_copy(hook),
+                is_registered=True,
+                has_groups=not is_gradwire_hook(hook),
+                can_replay=is_replayable(hook),
+                take_back=take_back,
+            )
         )
-        for bucket in self.buckets:
-            bucket.plans = None if bucket.plans is None else Plans()  # those of the default reduction
-        self.exchange.has_hook = True
         if self.hook.has_groups and isinstance(state, HookState):
             self.exchange.note_use(state, state.process_group or self.exchange.process_group)
+
+    def drop_comm_hook(self) -> None:
+        """Return to the default reduction, between two steps."""
+        self._set_hook(self._default_hook)
+
+    def _set_hook(self, hook: BucketHook) -> None:
+        self.hook = hook
+        for bucket in self.buckets:
+            bucket.plans = None if bucket.plans is None else Plans()  # those of the hook before
+        self.exchange.has_hook = hook.is_registered
 
     # Static graphs.
 

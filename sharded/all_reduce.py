@@ -180,7 +180,8 @@ class ReplicaGroup(dist.ProcessGroup):
         (flat,) = tensors
         exchange, operation = self._exchange, options.reduceOp
         exchange.begin()
-        bucket, is_mean = self._bucket(flat.dtype), operation == dist.ReduceOp.AVG
+        bucket = None if exchange.is_plain else self._bucket(flat.dtype)
+        is_mean = operation == dist.ReduceOp.AVG
         is_whole = bucket is not None and flat.numel() == bucket.numel and not exchange.has_averaged(self._group)
         if bucket is None or not is_whole or not (is_mean or operation == dist.ReduceOp.SUM):
             exchange.wait()  # FSDP2 may add to the gradients

@@ -12,8 +12,18 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from gradwire.hooks._by_name import NONE, hook_named
-from gradwire.hooks._decorators import CommHook, name_of
+from gradwire.algorithms.policy import wire_name
+from gradwire.comm.rank_differences import format_differences
+from gradwire.comm.store_collectives import gather_json
+from gradwire.hooks._by_name import (
+    NONE,
+    VARIABLE,
+    environment_value,
+    hook_named,
+    log_name_from_environment,
+    name_from_environment,
+)
+from gradwire.hooks._decorators import CommHook, described, name_of
 from gradwire.hooks._names import check_patterns
 from gradwire.hooks._settings import HookSettings, check_pairing, in_group
 from gradwire.hooks.hook_state import HookState, option_values
@@ -32,8 +42,7 @@ class Attachment:
     Attributes:
         state: state of the hook.
         report: one line that says which gradients are compressed, and which stay plain.
-        step_ends: functions that are called at the end of every backward that has raised no error; of FSDP2's models
-            only.
+        exchange: the steps of a model of FSDP2; None for a DistributedDataParallel.
     """
 
     def __init__(
@@ -46,8 +55,8 @@ class Attachment:
     ) -> None:
         self.state = state
         self.report = report
-        self.step_ends = exchange.step_ends if exchange is not None else []
-        self._model, self._groups, self._exchange = model, groups, exchange  # of FSDP2 only
+        self.exchange = exchange
+        self._model, self._groups = model, groups  # of FSDP2 only
         found = [group.reduce_scatter for group in groups]
         self._reduce_scatters = [each for each in found if isinstance(each, QuantizedReduceScatter)]
         self._with_errors = [each for each in self._reduce_scatters if each.has_errors]
@@ -83,9 +92,15 @@ class Attachment:
                 failed step, collectives of FSDP2 are missing on some ranks, or optimizers run in the backward. Or the
                 model is a DistributedDataParallel, which has its own ``resynchronize()``.
         """
-        if self._model is None or self._exchange is None:
+        if self._model is None or self.exchange is None:
             raise RuntimeError("The model is a DistributedDataParallel: call its own resynchronize().")
-        resynchronize(self._model, self.state, self._groups, self._reduce_scatters, self._exchange)
+        resynchronize(self._model, self.state, self._groups, self._reduce_scatters, self.exchange)
+
+    @property
+    def within_bytes(self) -> tuple[int, int]:
+        """Bytes of this rank's gradients in the reduce-scatters (``within``) of a step, and bytes sent for them."""
+        scattered = self._reduce_scatters
+        return sum(each.gradient_bytes for each in scattered), sum(each.sent_bytes for each in scattered)
 
     @property
     def within_error_bytes(self) -> int:
@@ -105,7 +120,7 @@ class Attachment:
             NotImplementedError: the state has entries that fit one number of shards only, or is no `HookState`.
         """
         saved: dict[str, Any] = self.state.state_dict() if isinstance(self.state, Stateful) else {}
-        if self._exchange is None:
+        if self.exchange is None:
             return saved
         return checkpoint.save(self.state, saved, self._groups, self._with_errors)
 
@@ -115,12 +130,12 @@ class Attachment:
         Raises:
             ValueError: the state does not fit the model; see `HookState.load_state_dict`. Nothing is modified.
         """
-        if self._exchange is None:
+        if self.exchange is None:
             if isinstance(self.state, Stateful):
                 self.state.load_state_dict(dict(state_dict))
             return
         checkpoint.load(self.state, state_dict, self._groups, self._with_errors)
-        self._exchange.compare_again()
+        self.exchange.compare_again()
 
 
 def attach(
@@ -144,7 +159,8 @@ def attach(
         model: the wrapped model.
         state: the name of a hook, such as "int4", "powersgd-r16-int8" or "int4-no-feedback" (see docs/hooks.md), or the
             state of a hook. A `HookState` serves one model. On FSDP2 without replicas, the name of a wire format is
-            ``within``. With "none", nothing is compressed.
+            ``within``. With "none", nothing is compressed. Without any argument but ``model``, the environment variable
+            ``GRADWIRE_HOOK`` names the hook.
         hook: the communication hook of the state; by default the one that it is made for.
         within: the exchange within a replica: a wire format, such as "bf16", "fp16", "int8" or "int4", without error
             feedback, or `ReduceScatterOptions`; None for PyTorch's reduce-scatter.
@@ -154,24 +170,37 @@ def attach(
         A handle; its ``report`` says what is compressed.
 
     Raises:
-        TypeError: ``model`` is none of these, ``state`` and ``within`` are both missing, ``hook`` is missing for a
-            state that several hooks share, or there are ``options`` or a ``hook`` that ``state`` does not take.
+        TypeError: ``model`` is none of these; ``state``, ``within`` and ``GRADWIRE_HOOK`` are all missing; ``hook`` is
+            missing for a state that several hooks share; or there are ``options`` or a ``hook`` that ``state`` does not
+            take.
         NotImplementedError: a hook on FSDP2 without replicas, or a release of PyTorch that gradwire does not know.
         ValueError: there is no hook of that name; ``within`` is not a wire format, has no effect on this model, or has
             a name pattern that matches no parameter; the model has replicas of different ranks; or the state belongs
             to another model.
+        RuntimeError: ``GRADWIRE_HOOK`` names the hook, and differs between ranks.
 
     Examples:
         >>> gradwire.attach(DistributedDataParallel(model), "int4")
         >>> fully_shard(model, mesh=init_device_mesh("cuda", (n_nodes, 8), mesh_dim_names=("replicate", "shard")))
         >>> gradwire.attach(model, "int4", within="bf16")
     """
+    if state is None and hook is None and within is None and not options:
+        if isinstance(model, TorchDDP) and getattr(model, "_hook_from_environment", None) is not None:
+            hook, state = model._comm_hooks[0]  # gradwire's class has taken it already
+            return _ddp_attachment(model, state, hook)
+        state = _name_from_environment(model)
     if state == NONE:
+        if (drop := getattr(model, "_drop_hook_from_environment", None)) is not None:  # gradwire's class
+            drop(f"the script attaches {NONE!r}")
         return Attachment(None, "nothing is compressed")
     if isinstance(state, str):
         state, hook, within = _named(model, state, hook, within, options)
     elif options:
-        raise TypeError(f"attach got {next(iter(options))}=..., an option of a state. Pass it to the state.")
+        option = next(iter(options))
+        raise TypeError(
+            f"attach got {option}=..., an option of a state. Pass it to the state, or name the hook, as in "
+            f"attach(model, 'int4', {option}=...)."
+        )
     scatter = _reduce_scatter_options(within)
     averages = state is not None or hook is not None or within is None
     if averages:
@@ -181,7 +210,7 @@ def attach(
         if within is not None:
             raise ValueError("within has no effect on a DistributedDataParallel, which has no shards. Leave it out.")
         model.register_comm_hook(state, cast("CommHook", hook))
-        return Attachment(state, f"{name_of(hook)} compresses the all-reduce of {type(model).__name__}")
+        return _ddp_attachment(model, state, cast("CommHook", hook))
     groups = list(parameter_groups(model))
     replicated = [group for group in groups if group.replicas is not None]
     scattered = [group for group in groups if group.shards is not None]
@@ -213,6 +242,39 @@ def attach(
     return Attachment(state, "; ".join(report), model, groups, exchange)
 
 
+def _ddp_attachment(model: TorchDDP, state: Any, hook: Callable[..., Any]) -> Attachment:
+    return Attachment(state, f"{name_of(hook)} compresses the all-reduce of {type(model).__name__}")
+
+
+def _name_from_environment(model: nn.Module) -> str:
+    """The hook that the environment names, equally on all ranks of the model. A collective call of these."""
+    if isinstance(model, TorchDDP):
+        process_groups = [model.process_group]
+    else:
+        process_groups = [each for group in parameter_groups(model) for each in group.process_groups()]
+    values: dict[str, str] = {}
+    for each in dict.fromkeys(process_groups):  # the last one brings what its ranks have found in the earlier ones
+        values[str(dist.get_rank())] = environment_value()
+        for found in gather_json(each, "gradwire.attach(model)", values):
+            values |= found
+    ranks = sorted(map(int, values))
+    by_rank = [values[str(rank)] for rank in ranks]
+    if lines := format_differences([{VARIABLE: repr(value)} if value else {} for value in by_rank], ranks):
+        raise RuntimeError(
+            f"The environment variable {VARIABLE} differs between ranks:{lines}\nSet it to the name of a hook on every "
+            "rank, or pass the name: attach(model, 'int4')."
+        )
+    name = name_from_environment()
+    if name is None:
+        raise TypeError(
+            f"attach was given neither a hook nor within, and the environment variable {VARIABLE} names no hook. Pass "
+            "the name of a hook, as in attach(model, 'int4'), its state, or within='bf16' for the reduce-scatter of "
+            "FSDP2."
+        )
+    log_name_from_environment(name)
+    return name
+
+
 def _named(
     model: nn.Module, name: str, hook: object, within: Any, options: Mapping[str, Any]
 ) -> tuple[Any, CommHook | None, Any]:
@@ -240,12 +302,8 @@ def _is_changed(group: ParameterGroup) -> bool:
 def _reduce_scatter_options(within: object) -> ReduceScatterOptions | None:
     if within is None or isinstance(within, ReduceScatterOptions):
         return within
-    if not isinstance(within, str) or within not in WIRE_FORMATS:
-        raise ValueError(
-            f"within is {within!r}; expected one of {', '.join(map(repr, WIRE_FORMATS))}, a "
-            "gradwire.sharded.ReduceScatterOptions, or None."
-        )
-    return ReduceScatterOptions(wire=within, use_error_feedback=False)
+    wire = wire_name("within", within, "gradwire.sharded.ReduceScatterOptions")
+    return ReduceScatterOptions(wire=wire, use_error_feedback=False)
 
 
 def _check_groups(model: nn.Module, groups: Sequence[ParameterGroup], averages: bool, within: object) -> None:
@@ -304,14 +362,12 @@ def _attach_scatter(
 
 def _hook_of(state: Any) -> CommHook:
     """The hook that a state is made for: the function of that name in the state's module."""
-    if state is None:
-        raise TypeError(
-            "attach was given neither a hook nor within. Pass the name of a hook, as in attach(model, 'int4'), its "
-            "state, or within='bf16' for the reduce-scatter of FSDP2."
-        )
     found = None
     if isinstance(state, HookSettings):
-        found = getattr(sys.modules[type(state).__module__], state.hook_name, None)
+        found = getattr(sys.modules[type(state).__module__], state._own_hook, None)
     if found is None:
-        raise TypeError(f"attach needs the hook for {type(state).__name__}: attach(model, state, hook).")
+        raise TypeError(
+            f"attach needs the hook for {described(state)}: attach(model, state, hook), such as attach(model, "
+            "CastState(), bf16_compress_hook). Or name both: attach(model, 'bf16')."
+        )
     return found  # type: ignore[no-any-return]

@@ -44,12 +44,16 @@ class ShardedExchange:
         device: device of the gradients.
         n_averages: number of parameter groups that a hook averages between replicas in a whole step.
         n_steps: number of backwards that have raised no error.
-        step_ends: functions that are called at the end of each of them.
+        is_plain: whether gradients take PyTorch's collectives. Set it between two backwards, equally on all ranks.
+        step_begins: functions that are called at the first collective of each backward.
+        step_ends: functions that are called at the end of each backward that has raised no error.
     """
 
     def __init__(self, groups: Iterable[dist.ProcessGroup], device: torch.device, settings: Mapping[str, str]) -> None:
         self.groups, self.device, self._settings = list(dict.fromkeys(groups)), device, settings
         self.n_averages = self.n_steps = 0
+        self.is_plain = False
+        self.step_begins: list[Callable[[], None]] = []
         self.step_ends: list[Callable[[], None]] = []
         self._averaged: list[ParameterGroup] = []  # by a hook, in this backward
         # The exchanges in flight: process group, name, and the function that waits for the result.
@@ -74,6 +78,8 @@ class ShardedExchange:
             self.restart()
         self._backward, self._error = backward, None
         self._end.queue(self._end_backward)
+        for callback in self.step_begins:
+            callback()
 
     def has_averaged(self, parameters: ParameterGroup) -> bool:
         """Whether a hook has averaged the parameter group in this backward."""
@@ -180,7 +186,7 @@ class ShardedExchange:
     def _meet(self) -> None:
         """Wait for the other ranks at the end of a backward, and end the step."""
         self.wait()
-        for group in self.groups:
+        for group in () if self.is_plain else self.groups:
             self.attempt(group, "end of the backward", partial(self._meet_in, group))
         self._end_step()
 

@@ -64,6 +64,7 @@ class QuantizedReduceScatter:
         self._errors: dict[str, Tensor] = {}  # by parameter name, [n, elements in a shard]: views of a bucket's
         self._loaded: dict[str, Tensor] = {}  # errors of this rank's shard, which no step has used yet
         self.n_calls = 0
+        self.gradient_bytes = self.sent_bytes = 0  # of the latest call
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
@@ -77,7 +78,7 @@ class QuantizedReduceScatter:
         self._exchange.begin()
         if self._exchange.is_in_flight(self._group):  # reduced before in this backward
             self._exchange.wait()
-        if scale is None or input_tensor.is_complex():
+        if scale is None or input_tensor.is_complex() or self._exchange.is_plain:
             return self.native(output_tensor, input_tensor, group, op, async_op)  # type: ignore[no-any-return]
         name = f"reduce-scatter of {self._group} in {self._options.wire}"
         if not self._exchange.attempt(group, name, lambda: self._reduce(output_tensor, input_tensor, group, scale)):
@@ -89,6 +90,7 @@ class QuantizedReduceScatter:
         executor = connections.executor(gradients.device)
         bucket = self._bucket(gradients, executor.transport)
         self.n_calls += 1
+        self.gradient_bytes, self.sent_bytes = gradients.nbytes, bucket.message_bytes
         future = executor.submit(
             Task(
                 lambda workspace: quantized_reduce_scatter(

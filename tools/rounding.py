@@ -18,6 +18,7 @@ from rich.progress import track
 from torch import Tensor
 
 from gradwire import kernels
+from gradwire.algorithms.policy import WIRE_ALIASES
 from gradwire.bench.kernel_bytes import BLOCK_SIZE
 from gradwire.bench.record import Measured, Record, records_of, unique
 from gradwire.bench.tables import Cell, Group, Table, count, median_of, pivot, value
@@ -204,7 +205,7 @@ def tables(records: Sequence[Record]) -> list[Table]:
 def errors_table(records: Sequence[Record]) -> Table:
     """Errors by all-reduce and world size."""
     facts = records[0].provenance["settings"]
-    names = {"wire": lambda record: record["wire"], "all-reduce": lambda record: record.implementation}
+    names = {"wire": _wire, "all-reduce": lambda record: record.implementation}
     sizes = unique(record.ranks for record in records if record.metric == RELATIVE_ERROR)
     columns = [
         ("bits per element", value(BITS)),
@@ -222,7 +223,7 @@ def errors_table(records: Sequence[Record]) -> Table:
         f"{facts['steps']} steps: error of the mean over these steps, each with new gradients; with error "
         "feedback if two-shot",
     )
-    own = [record for record in records if record["wire"] in kernels.WIRE_FORMATS]
+    own = [record for record in records if _wire(record) in kernels.WIRE_FORMATS]
     return pivot("relative error of the mean gradient", own, names, columns, notes)
 
 
@@ -249,7 +250,13 @@ def formats_table(records: Sequence[Record]) -> Table:
     two_shots = [record for record in records if record.implementation == TWO_SHOT]
     bits = {record["wire"]: record.p50 for record in two_shots if record.metric == BITS}
     two_shots.sort(key=lambda record: bits[record["wire"]] or 0, reverse=True)
-    return pivot("formats", two_shots, {"format": lambda record: record["wire"]}, columns, notes)
+    return pivot("formats", two_shots, {"format": _wire}, columns, notes)
+
+
+def _wire(record: Record) -> str:
+    """The wire format, which early records call by another name."""
+    wire: str = record["wire"]
+    return WIRE_ALIASES.get(wire, wire)
 
 
 def _error(metric: str, world_size: int) -> Cell:

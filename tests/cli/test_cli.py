@@ -1,16 +1,17 @@
-"""The command line: help, version, refused options, and missing extras."""
+"""The command line: help, version, refused options, and missing packages."""
 
 import os
 import re
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 import gradwire
-from gradwire.cli import __main__, bench, bench_runs
+from gradwire.cli import bench, bench_runs, run
 from gradwire.cli.app import app
 from gradwire.planner.hook_registry import HOOKS
 
@@ -28,13 +29,10 @@ def test_help_lists_commands():
     assert listed == ["doctor", "run", "advise", "demo", "bench"]
 
 
-def test_version_is_one_line_without_the_extras_too(monkeypatch, capsys):
+def test_version_is_one_line():
     done = in_process("--version")
     assert done.exit_code == 0, done.output
-    monkeypatch.setitem(sys.modules, "typer", None)
-    monkeypatch.setattr(sys, "argv", ["gradwire", "--version"])
-    __main__.main()
-    assert capsys.readouterr().out == done.output == f"gradwire {gradwire.__version__} (torch {torch.__version__})\n"
+    assert done.output == f"gradwire {gradwire.__version__} (torch {torch.__version__})\n"
 
 
 def test_unknown_hook_is_refused_with_names_of_all(tmp_path):
@@ -99,46 +97,29 @@ def test_quick_stands_for_the_options_in_the_help(monkeypatch):
     assert asked == [(("transformer",), [1], 20)]
 
 
-@pytest.mark.parametrize(
-    ("command", "names", "extra"),
-    [("demo", "matplotlib, typer", "bench"), ("bench", "matplotlib, typer", "bench"), ("advise", "typer", "cli")],
-)
-def test_missing_extras_are_named_in_one_line(monkeypatch, command, names, extra):
+@pytest.mark.parametrize("command", [["demo"], ["bench", "kernels", "--quick"]])
+def test_missing_packages_of_the_benchmarks_are_named_in_one_line(monkeypatch, command):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setitem(sys.modules, "typer", None)
-    monkeypatch.setattr(sys, "argv", ["gradwire", command])
-    with pytest.raises(SystemExit) as error:
-        __main__.main()
-    message = str(error.value)
-    assert f"missing {names}. " in message
-    assert f'pip install ".[{extra}]"' in message
-    assert "\n" not in message
+    done = in_process(*command)
+    assert done.exit_code == 1
+    remedy = 'missing matplotlib. In a checkout of gradwire, run: pip install ".[bench]"'
+    assert done.output == f"gradwire {' '.join(command[:2])}: {remedy}\n"
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"]])
-def test_plain_install_lists_the_commands(monkeypatch, capsys, arguments):
-    monkeypatch.setitem(sys.modules, "typer", None)
-    monkeypatch.setattr(sys, "argv", ["gradwire", *arguments])
-    __main__.main()
-    printed = capsys.readouterr().out
-    assert gradwire.__version__ in printed
-    assert all(f"gradwire {command} " in printed for command in ("run", "doctor", "advise", "demo", "bench"))
-    assert 'run and doctor need extras: missing typer. In a checkout of gradwire, run: pip install ".[cli]"' in printed
+@pytest.mark.parametrize("arguments", [["--help"], ["--hook", "int4", "--", "train.py", "--", "x"]])
+def test_run_gets_its_arguments_as_they_are(monkeypatch, arguments):
+    launched = mock.Mock()
+    monkeypatch.setattr(run, "launch", launched)
+    assert in_process("run", *arguments).exit_code == 0
+    launched.assert_called_once_with(arguments)
 
 
-def test_unknown_command_is_no_missing_package(monkeypatch):
-    monkeypatch.setitem(sys.modules, "typer", None)
-    monkeypatch.setattr(sys, "argv", ["gradwire", "advice"])
-    with pytest.raises(SystemExit, match="there is no command 'advice'; expected one of run, doctor, advise"):
-        __main__.main()
-
-
-WITH_THE_EXTRA_CLI_ALONE = """
+WITHOUT_THE_PACKAGES_OF_BENCHMARKS = """
 import sys
-from gradwire.cli import EXTRAS
-sys.modules.update(dict.fromkeys({*EXTRAS["bench"]} - {*EXTRAS["cli"]}))
-from gradwire.cli.__main__ import main
-main()
+from gradwire.cli.options import BENCH_PACKAGES
+sys.modules.update(dict.fromkeys(BENCH_PACKAGES))
+from gradwire.cli.app import app
+app()
 """
 
 
@@ -150,7 +131,16 @@ main()
     ],
 )
 def test_advise_needs_no_package_of_the_benchmarks(tmp_path, options, status, text):
-    command = [sys.executable, "-c", WITH_THE_EXTRA_CLI_ALONE, "advise", "tiny-layers", "--hooks", "fp16", *options]
+    command = [
+        sys.executable,
+        "-c",
+        WITHOUT_THE_PACKAGES_OF_BENCHMARKS,
+        "advise",
+        "tiny-layers",
+        "--hooks",
+        "fp16",
+        *options,
+    ]
     command += ["--bandwidth", "1gbit", "--world-size", "8"]
     environment = os.environ | PLAIN
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, cwd=tmp_path)

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 
@@ -54,7 +55,7 @@ def test_script_runs_as_main_with_its_arguments_and_a_report(tmp_path, command, 
     assert output.count("__main__ ['0.1', '--hook']") == processes
     assert errors.count("gradwire run: ") == 1, "one rank reports"
     assert f"int4 on Linear, 4,160 parameters, {processes} rank{'s' * (processes > 1)}, 25 steps\n" in errors
-    assert "speed                not measured: int4 may make steps faster or slower; add --measure 200" in errors
+    assert "speed                not measured: the comparison takes 223 steps" in errors
     assert re.search(r"sent in a step +\S+ kB instead of 16.6 kB: \S+ times fewer bytes", errors)
     assert re.search(r"error / gradient +\S+ at first", errors)
 
@@ -88,15 +89,73 @@ def test_module_and_error_of_a_script_are_as_without_it(tmp_path, monkeypatch):
     assert errors.endswith("ValueError: of the script\n")
 
 
+INTERRUPTED = SCRIPT.replace("dist.destroy_process_group()", "{end}")
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "last_frame", "error"),
+    [
+        (
+            "raise ValueError('of the script')",
+            1,
+            "    raise ValueError('of the script')\n",
+            "ValueError: of the script\n",
+        ),
+        (
+            "import signal; signal.raise_signal(2)",
+            130,
+            "    import signal; signal.raise_signal(2)\n",
+            "KeyboardInterrupt\n",
+        ),
+    ],
+    ids=["error", "Ctrl-C"],
+)
+def test_script_that_fails_ends_in_its_own_frames_and_the_report(tmp_path, end, status, last_frame, error):
+    path = tmp_path / "train.py"
+    path.write_text(INTERRUPTED.replace("{end}", end))
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m", "gradwire.run")
+    code, _, errors = call(*launcher, "--hook", "int4", str(path), "0.1")
+    assert code == 1
+    errors = errors.replace("[rank0]: ", "")  # of torch's excepthook
+    shown, _, rest = errors.partition("Traceback (most recent call last):\n")[2].partition("gradwire run: ")
+    assert [line for line in shown.splitlines() if line.startswith("  File ")] == [shown.splitlines()[0]], "one frame"
+    assert shown.startswith(f'  File "{path}"') and last_frame in shown and shown.endswith(error)
+    assert rest.startswith("int4 on Linear, 4,160 parameters, 1 rank, 25 steps\n")
+    assert f"exitcode: {status}" in rest or f"exitcode  : {status}" in rest
+
+
+def test_launcher_names_the_rank_that_failed_without_frames_of_its_own(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)")
+    code, _, errors = call("-m", "gradwire.cli", "run", "--standalone", "--hook", "int4", str(path))
+    assert code == 1
+    assert errors.endswith("gradwire run: rank 0 ended first, with SIGKILL\n") and "Traceback" not in errors
+
+
+def test_environment_variable_names_the_hook(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "train.py"
+    path.write_text("")
+    monkeypatch.setenv("GRADWIRE_HOOK", "powersgd-r16-int8")
+    with mock.patch.object(run, "compressed") as compressed:
+        run.main([str(path)])
+        run.main(["--hook", "int8", "--no-measure", str(path)])
+    assert [call.args for call in compressed.call_args_list] == [("powersgd-r16-int8", 2, 200), ("int8", 2, 0)]
+    assert capsys.readouterr().err.startswith("gradwire run: GRADWIRE_HOOK=powersgd-r16-int8\n")
+    monkeypatch.setenv("GRADWIRE_HOOK", "int5")
+    with pytest.raises(SystemExit, match="2"):
+        run.main([str(path)])
+    assert "GRADWIRE_HOOK is 'int5'. There is no hook 'int5'. Did you mean 'int" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train.py"], "one of the arguments --hook --advise is required"),
+        (["train.py"], "name a hook, as in --hook int4 or GRADWIRE_HOOK=int4; or choose --advise"),
         (["train.py", "--hook", "int4"], "--hook stands after the script's name, so it is an option of the script."),
         (["train.py", "--hook=int4"], "script's name: python -m gradwire.run --hook int4 train.py"),
         (["-m", "training", "x", "--advise"], "--advise stands after the script's name"),
         (["--hook", "int4", "--advise", "train.py"], "--advise: not allowed with argument --hook"),
-        (["--hook", "int5", "train.py"], "invalid choice: 'int5'"),
+        (["--hook", "int5", "train.py"], "There is no hook 'int5'. Did you mean 'int"),
         (["--hook", "int4", "--measure", "20", "train.py"], "'20' is not a whole number of steps, at least 100"),
         (["--hook", "powersgd-r4", "--start", "1", "train.py"], "at least 2"),
         (["--hook", "int4"], "required: SCRIPT"),
@@ -113,3 +172,10 @@ def test_options_after_the_script_are_refused_by_the_launcher(capsys):
     with pytest.raises(SystemExit, match="2"):
         run.launch(["--nproc-per-node", "2", "train.py", "--hook", "int4"])
     assert "stand before the script's name: gradwire run --hook int4 train.py" in capsys.readouterr().err
+
+
+def test_help_shows_own_options_first():
+    text = run.options().format_help()
+    names = ["--hook NAME", "--advise", "--start STEP", "--measure STEPS", "--no-measure", "options of torchrun:"]
+    places = [text.index(f"\n{'' if name.startswith('options') else '  '}{name}") for name in names]
+    assert places == sorted(places) and text.index("--nproc-per-node", places[-1]) > places[-1]

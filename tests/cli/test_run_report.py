@@ -3,12 +3,11 @@
 import math
 import random
 import re
-from types import SimpleNamespace
 
 import pytest
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.cli import run_compression, run_report
+from gradwire.cli import run_comparison, run_compression, run_report
 from tests.support.training import build, train_steps
 
 
@@ -21,7 +20,7 @@ def stretches_of(gains):
 
 
 def test_speed_up_is_the_mean_of_the_pairs_with_students_interval():
-    found = run_report.speed_up(stretches_of([0.1, 0.3, 0.2, 0.25, 0.15]))
+    found = run_comparison.speed_up(stretches_of([0.1, 0.3, 0.2, 0.25, 0.15]))
     assert math.log(found.ratio) == pytest.approx(0.2)
     # The standard deviation is sqrt(0.025 / 4), and the 97.5 % quantile 2.776 with 4 degrees of freedom.
     half = 2.776 * math.sqrt(0.025 / 4) / math.sqrt(5)
@@ -30,30 +29,32 @@ def test_speed_up_is_the_mean_of_the_pairs_with_students_interval():
     assert found.plain == pytest.approx((0.3 * 0.4 * 0.5 * 0.6 * 0.7) ** (1 / 5))
     assert found.own == pytest.approx(found.plain / found.ratio)
     assert found.pairs == 5
-    assert run_report.speed_up(stretches_of([0.1, 0.3, 0.2, 0.25])) is None, "four pairs are too few"
+    assert run_comparison.speed_up(stretches_of([0.1, 0.3, 0.2, 0.25])) is None, "four pairs are too few"
 
 
 @pytest.mark.parametrize(
     ("gains", "expected"),
     [
-        ([0.1, 0.3, 0.2, 0.25, 0.15], r"  measured             faster: .* 1.22 times as fast \(.*\)$"),
-        ([-0.1, -0.3, -0.2, -0.25, -0.15], r"  measured             slower: .* 0.819 times as fast \(.*\)$"),
+        ([0.1, 0.3, 0.2, 0.25, 0.15], r"int4 is faster here \(1.22 times\): \S+ ms a step instead of \S+ ms \(.*\)$"),
+        ([-0.1, -0.3, -0.2, -0.25, -0.15], r"int4 is slower here \(0.819 times\): run without it; .*\)$"),
         # The standard deviation is sqrt(0.178 / 4), so 20 (2.8 * 0.211 / 0.07)^2 = 1,424 steps.
         (
             [0.3, -0.1, 0.2, -0.2, 0.15],
-            r"  measured             no difference shown: .* 1.07 times as fast \(95 % interval 0.82[56] to 1.39, "
-            r"5 pairs of 10 steps\); about 1,500 steps would decide it: --measure 1500$",
+            r"no difference shown between int4 and no hook \(1.07 times\): .* \(95 % interval of the speed-up "
+            r"0.82[56] to 1.39, 5 pairs of 10 steps\); about 1,500 steps would decide it: --measure 1500$",
         ),
         (
             [0.25, -0.25, 0.5, -0.5, 0.0],
-            r"  measured             no difference shown: .*\); not even 1,000,000 steps would decide it$",
+            r"no difference shown .*\); not even 1,000,000 steps would decide it$",
         ),
+        ([0.1, 0.2, 0.3, 0.4], "not measured: the comparison takes 123 steps$"),
     ],
-    ids=["faster", "slower", "undecided", "equal"],
+    ids=["faster", "slower", "undecided", "equal", "too short"],
 )
-def test_report_begins_with_the_answer_that_the_interval_allows(gains, expected):
-    compression = SimpleNamespace(hook_name="int4", comparison_end=123, stretches=stretches_of(gains))
-    assert re.match(expected, run_report._speed(compression))
+def test_answer_is_the_one_that_the_interval_allows(gains, expected):
+    comparison = run_comparison.Comparison("int4", first=22, n_steps=100)
+    comparison.stretches = stretches_of(gains)
+    assert re.match(expected, comparison.answer())
 
 
 def test_suggested_steps_decide_four_of_five_runs():
@@ -63,13 +64,13 @@ def test_suggested_steps_decide_four_of_five_runs():
         return [draw.gauss(mean, spread) for _ in range(number)]
 
     # Five pairs whose mean and standard deviation are those of the distribution.
-    found = run_report.speed_up(stretches_of([mean + spread * each for each in (-1.2, -0.4, -0.4, 0.8, 1.2)]))
-    verdicts = [
-        run_report.speed_up(stretches_of(gains(found.deciding_steps // (2 * run_compression.STRETCH)))).verdict
+    found = run_comparison.speed_up(stretches_of([mean + spread * each for each in (-1.2, -0.4, -0.4, 0.8, 1.2)]))
+    later = [
+        run_comparison.speed_up(stretches_of(gains(found.deciding_steps // (2 * run_comparison.STRETCH))))
         for _ in range(500)
     ]
-    assert 0.72 < verdicts.count("faster") / len(verdicts) < 0.88
-    assert verdicts.count("slower") < 5
+    assert 0.72 < sum(each.low > 1 for each in later) / len(later) < 0.88
+    assert sum(each.high < 1 for each in later) < 5
 
 
 def test_error_at_first_and_at_the_end_are_the_first_and_the_last_measured(world_of_one):

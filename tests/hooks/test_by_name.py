@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gradwire.hooks._by_name import hook_named
+from gradwire.hooks._by_name import hook_named, name_from_environment
 from gradwire.hooks.default_hooks import CastState, allreduce_hook, bf16_compress_hook, fp16_compress_hook
 from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
@@ -17,9 +17,10 @@ NAMES = {
     "scaled-fp16": (ScaledCastState(), scaled_cast_hook),
     **{
         wire: (QuantizationState(wire=wire), quantization_hook)
-        for wire in ("int8", "fp8_e4m3", "int6", "int4", "int2", "sign")
+        for wire in ("int8", "fp8", "int6", "int4", "int2", "sign")
     },
-    "fp8": (QuantizationState(wire="fp8_e4m3"), quantization_hook),
+    "fp8_e4m3": (QuantizationState(wire="fp8"), quantization_hook),
+    "fp8_e4m3-no-feedback": (QuantizationState(wire="fp8", use_error_feedback=False), quantization_hook),
     "int4-no-feedback": (QuantizationState(wire="int4", use_error_feedback=False), quantization_hook),
     "powersgd-r1": (PowerSGDState(None, 1), powerSGD_hook),
     "powersgd-r13": (PowerSGDState(None, 13), powerSGD_hook),
@@ -57,7 +58,8 @@ def test_options_are_those_of_the_state():
     ("name", "meant"),
     [
         ("int-4", "int4"),
-        ("Int4", "int4"),
+        ("INT4", "int4"),
+        ("fp8_e4m", "fp8"),
         ("powersgd", "powersgd-r4"),
         ("powersgd-16-int8", "powersgd-r16-int8"),
         ("powersgd-r0", "powersgd-r4"),
@@ -75,3 +77,14 @@ def test_unknown_name_suggests_the_nearest(name, meant):
 def test_name_like_no_other_lists_the_hooks():
     with pytest.raises(ValueError, match=r"There is no hook 'zzz'. Hooks: allreduce, fp16, bf16"):
         hook_named("zzz")
+
+
+def test_environment_names_a_hook_none_or_nothing(monkeypatch):
+    monkeypatch.delenv("GRADWIRE_HOOK", raising=False)
+    assert name_from_environment() is None
+    for value, name in {"": None, "  ": None, "none": "none", " powersgd-r3\n": "powersgd-r3"}.items():
+        monkeypatch.setenv("GRADWIRE_HOOK", value)
+        assert name_from_environment() == name
+    monkeypatch.setenv("GRADWIRE_HOOK", "powersgd")
+    with pytest.raises(ValueError, match=r"GRADWIRE_HOOK is 'powersgd'. There is no hook .* mean 'powersgd-r4'\?"):
+        name_from_environment()

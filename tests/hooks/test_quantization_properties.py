@@ -23,7 +23,7 @@ FEW = settings(
     max_examples=25, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
 MANY = settings(FEW, max_examples=300)
-SLOW = ("fp8_e4m3", "int2", "bf16", "fp32")
+SLOW = ("fp8", "int2", "bf16", "fp32")
 formats = pytest.mark.parametrize(
     "wire", [pytest.param(wire, marks=[pytest.mark.slow] * (wire in SLOW)) for wire in WIRE_FORMATS]
 )

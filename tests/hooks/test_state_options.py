@@ -2,6 +2,7 @@
 
 import math
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from gradwire.hooks.default_hooks import CastState
 from gradwire.hooks.powerSGD_hook import PowerSGDState
 from gradwire.hooks.quantization_hooks import QuantizationState
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState
+from gradwire.kernels import WIRE_FORMATS
+from gradwire.sharded import ReduceScatterOptions
 
 NO_NUMBER = [None, "2", [2], torch.tensor(2), 1 + 0j]
 NO_WHOLE_NUMBER = [*NO_NUMBER, 2.5, 2.0, math.nan, math.inf, True, False]
@@ -81,6 +84,48 @@ def test_option_out_of_range_raises_with_name_value_and_expectation(case):
     elif isinstance(value, dict) and " has the pattern " in message:
         (shown,) = value
     assert str(shown).strip("[]") in message
+
+
+@pytest.mark.parametrize(
+    ("make", "option", "value", "meant"),
+    [
+        (QuantizationState, "wire", "Int4", "'int4'"),
+        (QuantizationState, "wire", "INT6", "'int6'"),
+        (QuantizationState, "wire", "fp4", "'fp8'"),
+        (QuantizationState, "wire", "bfloat16", "'bf16'"),
+        (QuantizationState, "wires", {"*.bias": "fp-32"}, "'fp32'"),
+        (QuantizationState, "error_dtype", "bfloat16", "torch.bfloat16"),
+        (QuantizationState, "error_dtype", torch.float16, "torch.bfloat16"),
+        (ReduceScatterOptions, "wire", "int-8", "'int8'"),
+        (partial(PowerSGDState, None), "factor_wire", "int5", "'int8'"),
+        (partial(PowerSGDState, None), "factor_wire", "none", "None"),
+        (partial(PowerSGDState, None), "precision", "TF32", "'tf32'"),
+        (partial(PowerSGDState, None), "factor_dtype", torch.float16, "torch.bfloat16"),
+        (CastState, "accumulate", "fp-32", "'fp32'"),
+        (ScaledCastState, "dtype", "float16", "torch.float16"),
+    ],
+)
+def test_value_that_is_no_choice_raises_with_the_nearest(make, option, value, meant):
+    with pytest.raises(ValueError, match=rf"^{option}.* Did you mean {re.escape(meant)}\?"):
+        make(**{option: value})
+
+
+def test_value_like_no_choice_raises_with_all():
+    with pytest.raises(ValueError, match=r"^wire is 'zzz'; expected 'int8', 'fp8', .*, 'fp16' or 'fp32'\.$"):
+        QuantizationState(wire="zzz")
+
+
+def test_fp8_e4m3_is_another_name_of_fp8():
+    assert "fp8" in WIRE_FORMATS and "fp8_e4m3" not in WIRE_FORMATS
+    old, new = (QuantizationState(wire=name, wires={"head.*": name}) for name in ("fp8_e4m3", "fp8"))
+    assert old.options == new.options and old.options.wires == {"head.*": "fp8"}
+    assert old._compared_options() == new._compared_options()
+    assert ReduceScatterOptions(wire="fp8_e4m3") == ReduceScatterOptions(wire="fp8")
+    pickled = new.__getstate__()
+    pickled["options"] |= {"wire": "fp8_e4m3", "wires": {"head.*": "fp8_e4m3"}}  # as earlier versions wrote it
+    loaded = QuantizationState.__new__(QuantizationState)
+    loaded.__setstate__(pickled)
+    assert loaded.options == new.options
 
 
 @pytest.mark.parametrize(

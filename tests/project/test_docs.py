@@ -6,6 +6,7 @@ import importlib
 import inspect
 import itertools
 import re
+import textwrap
 import tomllib
 from pathlib import Path
 
@@ -374,6 +375,13 @@ def test_code_on_the_trainers_page_equals_the_examples():
     code = [line for block in blocks for line in block.splitlines() if line]
     assert len(code) > 20
     assert [line for line in code if line not in known] == []
+
+
+@pytest.mark.parametrize(("page", "example"), [("weighted-means", "weighted_mean"), ("local-sgd", "local_sgd")])
+def test_first_code_on_the_page_is_from_its_example(page, example):
+    code = re.search(r"```python\n(.*?)```", (ROOT / "docs" / f"{page}.md").read_text(), re.DOTALL)[1]
+    program = (ROOT / "examples" / f"{example}.py").read_text()
+    assert code in program or textwrap.indent(code, "    ") in program
 
 
 def test_every_command_with_an_example_stands_in_its_docstring():

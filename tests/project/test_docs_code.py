@@ -13,14 +13,8 @@ import torch
 import torch.distributed as dist
 
 import gradwire
-from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
 
 DOCS = Path(__file__).parents[2] / "docs"
-HOOKS = {
-    "powersgd": lambda: (PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2), powerSGD_hook),
-    "int4": lambda: (QuantizationState(None), quantization_hook),
-}
 
 
 def new_model():
@@ -71,7 +65,7 @@ def test_code_on_a_page_runs_and_its_hooks_train(world_of_one, monkeypatch, page
     monkeypatch.syspath_prepend(DOCS.parent / "examples")
     found = [block for block in blocks_of(page) if "start_processes(" not in block]
     assert len(found) == blocks
-    names = {"torch": torch, "dist": dist}
+    names = {"torch": torch, "dist": dist, "gradwire": gradwire}
     for block in found:
         run(block, names)
         if takes_hook(block):
@@ -96,28 +90,30 @@ def test_notebook_cell_trains_after_a_cell_that_used_several_threads():
     assert printed.startswith("2 ranks: loss ")
 
 
-@pytest.mark.parametrize("name", HOOKS)
-def test_checkpoint_saved_as_documented_resumes_as_documented(world_of_one, tmp_path, name):
-    recipe, load_all, save_all, save, resume = blocks_of("checkpointing.md")
-    names = {"path": tmp_path / "saved.pt", "folder": tmp_path / "saved", "step": 4}
+@pytest.mark.parametrize("attached", ['"int4"', '"powersgd-r4", start_powerSGD_iter=2'])
+def test_checkpoint_saved_as_documented_resumes_as_documented(world_of_one, tmp_path, attached):
+    recipe, *blocks = blocks_of("checkpointing.md")
+    load_all, save_all, save, resume = (block.replace('"int4"', attached) for block in blocks)
+    names = {"gradwire": gradwire, "path": tmp_path / "saved.pt", "folder": tmp_path / "saved"}
     exec(recipe, names)
 
     def begin():
         names["model"] = gradwire.DistributedDataParallel(new_model())
-        names["state"], names["hook"] = HOOKS[name]()
         names["optimizer"] = torch.optim.SGD(names["model"].parameters(), lr=0.01, momentum=0.9)
 
     begin()
-    names["model"].register_comm_hook(names["state"], names["hook"])
+    exec(load_all, names)
+    assert names["step"] == 0  # nothing is saved yet
     train(names["model"], names["optimizer"], 4)
+    names["step"] = 4
     exec(save, names)
     exec(save_all, names)
-    saved_model, saved_hook = dict(names["model"].module.state_dict()), names["state"].state_dict()
+    saved_model, saved_hook = dict(names["model"].module.state_dict()), names["attachment"].state_dict()
     for block in (resume, load_all):
         begin()
         exec(block, names)
         assert all(torch.equal(each, saved_model[key]) for key, each in names["model"].module.state_dict().items())
-        resumed = names["state"].state_dict()
+        resumed = names["attachment"].state_dict()
         assert resumed["iter"] == saved_hook["iter"] == 4
         assert all(torch.equal(error, saved_hook["errors"][key]) for key, error in resumed["errors"].items())
         assert any(error.abs().max() > 0 for error in resumed["errors"].values())

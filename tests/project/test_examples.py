@@ -114,3 +114,17 @@ def test_train_elastic_resumes_after_a_failure_of_one_rank(tmp_path):
 def test_train_mixed_precision_learns_with_a_compiled_model(tmp_path):
     (output,) = outputs_of("train_mixed_precision", tmp_path)
     assert_learns(output, factor=1)
+
+
+@pytest.mark.slow
+def test_weighted_mean_on_two_ranks_learns_with_and_without_a_hook(tmp_path):
+    for output in outputs_of("weighted_mean", tmp_path):
+        assert_learns(output)
+
+
+@pytest.mark.slow
+def test_local_sgd_on_two_nodes_learns_and_averages(tmp_path):
+    (output,) = outputs_of("local_sgd", tmp_path)
+    assert_learns(output, count=4)
+    distances = [float(distance) for distance in re.findall(r"mean of the nodes (\S+)", output)]
+    assert distances[0] == distances[3] == 0 < min(distances[1:3])

@@ -15,12 +15,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.cli import run_compression, run_report
+from gradwire.cli import run_comparison, run_compression, run_report
 from gradwire.hooks.default_hooks import fp16_compress_hook
 from gradwire.hooks.quantization_hooks import QuantizationState
 from gradwire.planner.hook_registry import HOOKS
-from gradwire.sharded import ReduceScatterOptions
-from tests.support.bits import assert_same_bits
+from tests.support.bits import assert_same_bits, differences
 from tests.support.ranks import on_ranks
 from tests.support.training import SMALL, build, train, train_steps
 
@@ -68,8 +67,8 @@ def test_gradwires_class_and_later_wrappers_are_left_alone(world_of_one):
     assert made[0]._state is None, "its error memory is freed with the model"
 
 
-def train_sharded(mesh_shape, compress=lambda model: None):
-    """Gradients of the last step of a model sharded over a mesh of ``mesh_shape``, and of its replicas."""
+def train_sharded(mesh_shape, compress=lambda model: None, n_steps=24):
+    """Gradients of each step of a model sharded over a mesh of ``mesh_shape``, and of its replicas."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
     names = ("replicate", "shard")[-len(mesh_shape) :]
@@ -77,24 +76,46 @@ def train_sharded(mesh_shape, compress=lambda model: None):
     fully_shard(model[0], mesh=mesh)
     fully_shard(model, mesh=mesh)
     compress(model)
-    for step in range(24):
+    seen = []
+    for step in range(n_steps):
         model.zero_grad()
         inputs = torch.randn(8, 64, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
         model(inputs).square().mean().backward()
-    return [parameter.grad.full_tensor() for parameter in model.parameters()]
+        seen.append([parameter.grad.full_tensor() for parameter in model.parameters()])
+    return seen
 
 
-@pytest.mark.parametrize(
-    ("hook", "within"), [("int8", "int8"), ("int4", ReduceScatterOptions(wire="int4"))], ids=["int8", "int4"]
-)
+@pytest.mark.parametrize("hook", ["int8", "int4"])
 @on_ranks(2)
-def test_unchanged_loop_of_fsdp2_has_the_bits_of_attach(hook, within):
+def test_unchanged_loop_of_fsdp2_has_the_bits_of_attach(hook):
     with run_compression.compressed(hook) as made:
         unchanged = train_sharded((2,))
-    assert_same_bits(unchanged, train_sharded((2,), lambda model: gradwire.attach(model, within=within)))
+    assert_same_bits(unchanged, train_sharded((2,), lambda model: gradwire.attach(model, hook)))
     (compression,) = made
     assert compression.n_steps == 24
-    assert f"2 parameter groups are reduce-scattered in {hook}" in run_report.report(made)
+    compression.release()
+    text = run_report.report(made)
+    assert f"2 parameter groups are reduce-scattered in {hook}" in text
+    bits = int(hook[3:]) + 0.25
+    before, sent = compression.metrics["gradient_bytes"][0], compression.metrics["sent_bytes"][0]
+    assert before == 4 * 2 * (64 * 64 + 64) and sent == pytest.approx(before * bits / 32, rel=0.15)
+    assert re.search(r"sent in a step +\S+ kB instead of 33.3 kB: \S+ times fewer bytes", text)
+
+
+@pytest.mark.parametrize(("mesh_shape", "first"), [((2,), 0), ((2, 1), 2)], ids=["fsdp", "hsdp"])
+@on_ranks(2)
+def test_steps_of_sharded_models_alternate_between_compressed_and_exact(mesh_shape, first):
+    n_steps, begin = 100, first + run_compression.WARM_UP
+    with run_compression.compressed("int8", measure=n_steps) as made:
+        seen = train_sharded(mesh_shape, n_steps=begin + n_steps + 3)
+    exact = train_sharded(mesh_shape, n_steps=len(seen))
+    is_plain = [not differences(own, other) for own, other in zip(seen, exact, strict=True)]
+    comparison = made[0].comparison
+    kinds = [False, True, True, False] * 2 + [False, True]
+    assert [kind for kind, _ in comparison.stretches] == kinds
+    stretches = [not kind for kind in kinds for _ in range(run_comparison.STRETCH)]
+    assert is_plain == [True] * first + [False] * run_compression.WARM_UP + stretches + [False] * 3
+    assert "95 % interval" in run_report.report(made)
 
 
 @on_ranks(2)
@@ -108,7 +129,7 @@ def test_unchanged_loop_of_hsdp_has_the_bits_of_attach():
     assert "2 ranks, 24 steps" in text and "times fewer bytes" in text
     assert made[0].metrics["step"] == [12, 22], "one step in ten, after two plain ones"
     assert set(made[0].metrics["gradient_bytes"]) == {4 * 2 * (64 * 64 + 64)}
-    assert "speed                not measured" in text and "compare with the step time without gradwire" in text
+    assert "speed                not measured: int4 may make" in text
     assert "quantization_hook compresses the all-reduce of 2 parameter groups" in text
 
 
@@ -131,7 +152,8 @@ def test_stretches_alternate_without_telemetry_and_give_an_interval():
     with ExitStack() as stack:
         made = stack.enter_context(run_compression.compressed("int4", measure=n_steps))
         stack.enter_context(mock.patch.object(run_compression.torch_hooks, "allreduce_hook", plain))
-        stack.enter_context(mock.patch.object(run_compression, "time", SimpleNamespace(perf_counter=lambda: now)))
+        for module in (run_compression, run_comparison):
+            stack.enter_context(mock.patch.object(module, "time", SimpleNamespace(perf_counter=lambda: now)))
         ddp = DistributedDataParallel(build("mlp"), bucket_cap_mb=1)
         observed = []
         for step in range(first + n_steps + 12):
@@ -141,21 +163,19 @@ def test_stretches_alternate_without_telemetry_and_give_an_interval():
             observed.append(made[0]._state.telemetry is not None)
             if first <= step < first + n_steps:  # the first step of a stretch is slow
                 seconds = plain_seconds if plain.call_count > n_sent else own_seconds
-                now += seconds if (step - first) % run_compression.STRETCH else slow
+                now += seconds if (step - first) % run_comparison.STRETCH else slow
             else:
                 now += elsewhere
     (compression,) = made
     kinds = [False, True, True, False] * 2 + [False, True]
-    assert [kind for kind, _ in compression.stretches] == kinds
+    assert [kind for kind, _ in compression.comparison.stretches] == kinds
     expected = [own_seconds if kind else plain_seconds for kind in kinds]
-    assert [seconds for _, seconds in compression.stretches] == pytest.approx(expected, rel=1e-6)
+    assert [seconds for _, seconds in compression.comparison.stretches] == pytest.approx(expected, rel=1e-6)
     assert compression.step_seconds == pytest.approx([elsewhere] * len(compression.step_seconds), rel=1e-6)
     # The steps of the state, which has seen every second stretch only.
     assert compression.metrics["step"] == [12, 22, first + n_steps // 2 + 10]
     is_plain = [after > before for before, after in zip([0, *sent], sent, strict=False)]
-    tens = [
-        is_plain[at : at + run_compression.STRETCH] for at in range(first, first + n_steps, run_compression.STRETCH)
-    ]
+    tens = [is_plain[at : at + run_comparison.STRETCH] for at in range(first, first + n_steps, run_comparison.STRETCH)]
     assert [set(each) for each in tens] == [{not kind} for kind in kinds]
     assert not any(is_plain[:first] + is_plain[first + n_steps :])
     assert not any(observed[first : first + n_steps])
@@ -163,11 +183,10 @@ def test_stretches_alternate_without_telemetry_and_give_an_interval():
     text = run_report.report(made)
     assert compression._state is not None, "a report only reads"
     assert "not measured" not in text and re.search(r"time of a step +5 ms\n", text)
-    own, other, gain, low, high = re.search(
-        r"faster: (\S+) ms a step without int4, (\S+) ms with it, (\S+) times as fast "
-        r"\(95 % interval (\S+) to (\S+), 5 pairs of 10 steps\)$",
+    gain, own, other, low, high = re.search(
+        r"int4 is faster here \((\S+) times\): (\S+) ms a step instead of (\S+) ms "
+        r"\(95 % interval of the speed-up (\S+) to (\S+), 5 pairs of 10 steps\)$",
         text,
     ).groups()
-    assert (own, other, gain) == ("7", "3", "2.33")
+    assert (gain, own, other) == ("2.33", "3", "7")
     assert float(low) <= float(gain) <= float(high)
-    assert float(own) / float(other) == pytest.approx(float(gain), rel=0.02)

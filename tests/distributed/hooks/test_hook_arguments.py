@@ -63,6 +63,7 @@ NOT_GROUPS = {
     [
         *(("PowerSGDState", state) for state in ("None", "group", "model", "scaled")),
         *((expected, "powersgd") for expected in ("ScaledCastState", "QuantizationState")),
+        ("QuantizationState", "string"),
         *(("ProcessGroup", state) for state in ("model", "string", "scaled")),
     ],
 )
@@ -75,6 +76,7 @@ def test_hook_with_wrong_state_raises_and_names_both(world_of_one, expected, sta
         assert kind == "TypeError"
         assert re.match(rf"The state of \w+_hook is {shown}; expected a {re.escape(owner)}", message), message
         assert expected == "ProcessGroup" or f"register_comm_hook({expected}(" in message
+        assert ("gradwire.attach(model, 'gloo')" in message) == (state == "string")
 
 
 @pytest.mark.parametrize("value", NOT_GROUPS)
@@ -88,6 +90,23 @@ def test_states_accept_only_a_process_group_or_none(make, value):
     with pytest.raises(TypeError, match=message):
         state.process_group = group
     assert state.process_group is None
+
+
+@pytest.mark.parametrize(
+    ("make", "value", "remedy"),
+    [
+        (QuantizationState, "int4", "Pass wire='int4'. To name a hook, call gradwire.attach(model, 'int4')."),
+        (PowerSGDState, 4, "Pass matrix_approximation_rank=4."),
+        (PowerSGDState, "powersgd-r4", "process group. To name a hook, call gradwire.attach(model, 'powersgd-r4')."),
+        (ScaledCastState, "bf16", "process group. To name a hook, call gradwire.attach(model, 'bf16')."),
+        (default_hooks.CastState, "fp16", "process group. To name a hook, call gradwire.attach(model, 'fp16')."),
+    ],
+)
+def test_option_or_name_in_place_of_the_process_group_raises_with_its_place(make, value, remedy):
+    with pytest.raises(TypeError) as raised:
+        make(value)
+    assert str(raised.value).startswith(f"process_group is {value!r}; expected a torch.distributed.ProcessGroup")
+    assert str(raised.value).endswith(remedy)
 
 
 # --- not a bucket

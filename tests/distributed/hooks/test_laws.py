@@ -86,7 +86,7 @@ def test_sums_fit_on_many_ranks_with_every_hook_of_the_registry(hook):
     check.search(check.sums, st.just(_check.MANY), 1)
 
 
-QUANTIZED = {wire: {} for wire in WIRE_FORMATS if wire not in ("fp8_e4m3", "bf16", "fp16", "fp32")} | {
+QUANTIZED = {wire: {} for wire in WIRE_FORMATS if wire not in ("fp8", "bf16", "fp16", "fp32")} | {
     "int4": {"use_error_feedback": False},
     # New buckets round their errors to bf16.
     "int8": {"use_error_feedback": True, "error_dtype": torch.bfloat16, "start_iter": 2},

@@ -80,7 +80,7 @@ def test_nodes_must_have_equally_many_ranks(wrapper):
     [
         {},
         pytest.param({"wire": "int8"}, marks=pytest.mark.slow),
-        pytest.param({"use_error_feedback": False, "wire": "fp8_e4m3"}, marks=pytest.mark.slow),
+        pytest.param({"use_error_feedback": False, "wire": "fp8"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -18,7 +18,7 @@ from tests.support.states import Ledger
 from tests.support.training import SMALL, SMALLEST, WRAPPERS, build, register, train, train_steps
 from tests.support.zoo import Probe
 
-SLOW = ("int8", "int6", "fp8_e4m3", "int2", "bf16", "fp16", "fp32")  # the others share their code or represent them
+SLOW = ("int8", "int6", "fp8", "int2", "bf16", "fp16", "fp32")  # the others share their code or represent them
 formats = pytest.mark.parametrize(
     "wire", [pytest.param(wire, marks=[pytest.mark.slow] * (wire in SLOW)) for wire in WIRE_FORMATS]
 )

@@ -192,6 +192,16 @@ def test_action_incompatible_with_mixed_precision_raises(world_of_one, what):
     assert text in message
 
 
+def test_hook_of_the_environment_leaves_mixed_precision_as_it_is(world_of_one, monkeypatch):
+    monkeypatch.setenv("GRADWIRE_HOOK", "int4")
+    with (
+        no_streams(),
+        pytest.warns(UserWarning, match="GRADWIRE_HOOK=int4 is not used for this Net: mixed_precision has"),
+    ):
+        (hook, _), *others = wrap("gradwire", Net(), "bf16")._comm_hooks
+    assert hook.__module__.startswith("torch.") and others == []
+
+
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
 @on_ranks(2)
 def test_machine_without_accelerator_raises_before_module_is_changed():

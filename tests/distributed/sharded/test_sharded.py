@@ -2,6 +2,8 @@
 
 import copy
 import dataclasses
+import os
+from unittest import mock
 
 import pytest
 import torch
@@ -300,7 +302,9 @@ def test_attach_refuses_models_without_replicas_and_a_second_hook():
     assert kind == "NotImplementedError"
     assert "attach(model, within='bf16')" in text
     assert "no shards" in message_of(gradwire.attach, sharded("replicate"), within="bf16")
-    assert "expected one of 'int8', " in message_of(gradwire.attach, module, within="int99")
+    message = message_of(gradwire.attach, module, within="int5")
+    assert "within is 'int5'; expected 'int8', " in message and "'fp32' or gradwire.sharded.ReduceScatter" in message
+    assert "Did you mean 'int8'?" in message
     unmatched = ReduceScatterOptions(wires={"nothing.*": "int8"})
     assert "wires['nothing.*'] in within matches none" in message_of(gradwire.attach, module, within=unmatched)
     model = sharded("hsdp")
@@ -308,7 +312,11 @@ def test_attach_refuses_models_without_replicas_and_a_second_hook():
     assert "attached to this model already" in message_of(gradwire.attach, model, QuantizationState())
     gradwire.attach(part := sharded("fsdp"), within="bf16")._groups[0].restore()  # the others stay compressed
     assert "attached to this model already" in message_of(gradwire.attach, part, within="bf16")
-    assert "attach(model, state, hook)" in message_of(gradwire.attach, sharded("hsdp"), CastState())
+    used, shared = sharded("hsdp"), CastState()
+    gradwire.attach(used, shared, bf16_compress_hook)
+    backward(used, 0)
+    for state in (CastState(), shared):  # also one that has been used with a hook
+        assert "attach(model, state, hook)" in message_of(gradwire.attach, sharded("hsdp"), state)
     assert "neither a hook nor within" in message_of(gradwire.attach, sharded("hsdp"))
     assert gradwire.attach(sharded("fsdp"), within="bf16").state_dict() == {}
 
@@ -325,7 +333,20 @@ def test_attach_takes_names_of_hooks():
     assert "Did you mean 'int4'?" in message_of(gradwire.attach, ddp, "int-4")
     assert "got the name 'int4' and a hook" in message_of(gradwire.attach, ddp, "int4", allreduce_hook)
     assert "an option of a state" in message_of(gradwire.attach, ddp, QuantizationState(), exempt=["*.bias"])
+    assert "attach(model, 'int4', exempt=...)" in message_of(gradwire.attach, ddp, exempt=["*.bias"])
     assert "fully_shard over a 1-D mesh" in message_of(gradwire.attach, sharded("fsdp"), "powersgd-r2")
+
+
+@on_ranks(4)
+def test_environment_names_the_hook_of_attach_equally_on_all_ranks():
+    with mock.patch.dict(os.environ, {"GRADWIRE_HOOK": "int4"}):
+        for place in SHARDED:
+            assert gradwire.attach(sharded(place)).report == gradwire.attach(sharded(place), "int4").report
+    for place in SHARDED:  # rank 0 shares no process group with rank 3 in a 2-D mesh
+        with mock.patch.dict(os.environ, {"GRADWIRE_HOOK": "int8" if dist.get_rank() == 3 else "int4"}):
+            kind, text = error_of(gradwire.attach, sharded(place))
+        assert kind == "RuntimeError"
+        assert "GRADWIRE_HOOK: 'int4' on ranks 0, 1, 2; 'int8' on rank 3" in text
 
 
 @on_ranks(4)

@@ -305,9 +305,9 @@ def test_resynchronize_raises_on_all_ranks_where_a_checkpoint_is_needed():
     assert "differ among the ranks [0, 2]. Restart" in message_of(attachment.resynchronize)
     if is_first:
         weight.to_local().data.neg_()
-    attachment._exchange.n_steps += is_first
+    attachment.exchange.n_steps += is_first
     assert "have finished the failed step, others have not. Restart" in message_of(attachment.resynchronize)
-    attachment._exchange.n_steps -= is_first
+    attachment.exchange.n_steps -= is_first
     if is_first:
         handle = weight.register_post_accumulate_grad_hook(lambda parameter: None)
     assert "register_post_accumulate_grad_hook" in message_of(attachment.resynchronize)
@@ -326,8 +326,8 @@ def test_missing_collectives_on_one_of_two_groups_of_the_same_ranks_raise_with_i
     backward(model, 0)
     with failing(0, False):
         assert "on one rank" in message_of(backward, model, 1)
-    (shards,) = attachment._exchange.groups
-    attachment._exchange.groups.append(dist.new_group())  # as after FSDP2's `set_separate_reduce_scatter_group`
+    (shards,) = attachment.exchange.groups
+    attachment.exchange.groups.append(dist.new_group())  # as after FSDP2's `set_separate_reduce_scatter_group`
     issued = int(dist.get_rank() == 0)
     with mock.patch.object(
         gradwire.sharded.recovery, "collective_counts", lambda group: [issued if group is shards else 0]
