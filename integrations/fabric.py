@@ -29,7 +29,7 @@ class GradwireStrategy(DDPStrategy):
 
     Args:
         state: the name of a hook, such as "int4" (see docs/hooks.md), or the state of a hook, which serves one model;
-            None for the plain all-reduce.
+            by default the hook that the environment variable ``GRADWIRE_HOOK`` names, or else the plain all-reduce.
         hook: the hook of the state; by default the one that the state is made for.
         options: options of the named hook's state, such as ``exempt=["*.bias"]``, and further arguments of Fabric's
             DDPStrategy, which passes unknown arguments on to DistributedDataParallel.

@@ -38,9 +38,10 @@ class GradwireStrategy(DDPStrategy):
     the state of a hook, so a resumed run continues without error memory.
 
     Args:
-        ddp_comm_state: the name of a hook, such as "int4" (see docs/hooks.md), or the state of a hook; None for the
-            plain all-reduce. If the state has ``state_dict`` and ``load_state_dict``, as gradwire's states have, it is
-            saved in every checkpoint that has the optimizer's state.
+        ddp_comm_state: the name of a hook, such as "int4" (see docs/hooks.md), or the state of a hook; by default the
+            hook that the environment variable ``GRADWIRE_HOOK`` names, or else the plain all-reduce. If the state has
+            ``state_dict`` and ``load_state_dict``, as gradwire's states have, it is saved in every checkpoint that has
+            the optimizer's state.
         ddp_comm_hook: the hook of the state; by default the one that the state is made for.
         ddp_comm_wrapper: applied to the hook, such as ``fp16_compress_wrapper``.
         ddp_class: gradwire's DistributedDataParallel, or PyTorch's.

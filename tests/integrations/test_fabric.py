@@ -1,5 +1,6 @@
 """Hooks under Lightning Fabric, on PyTorch's DistributedDataParallel and on gradwire's."""
 
+import os
 import warnings
 
 import pytest
@@ -110,16 +111,25 @@ def test_each_model_of_fabric_has_a_state_that_checkpoints_with_an_optimizer_hol
 
 
 def hook_methods():
+    """Whether Fabric's wrapper has ``register_comm_hook``, and hooks of the environment and of the name none."""
     task.launched_by_torchrun()
     fabric = Fabric(accelerator="cpu", devices=2, strategy=DDPStrategy())
     fabric.launch()
     model, _ = fabric.setup(model := task.new_net(), task.optimizer_of(model))
-    return hasattr(model, "register_comm_hook")
+    os.environ["GRADWIRE_HOOK"] = "int4"
+    states = []
+    for arguments in ((), ("none",)):
+        strategy = GradwireStrategy(*arguments)
+        fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+        fabric.launch()
+        fabric.setup(task.new_net())
+        states += [type(each.state).__name__ for each in strategy.attachments]
+    return hasattr(model, "register_comm_hook"), states
 
 
-def test_fabrics_wrapper_does_not_pass_register_comm_hook_on(run_on_two_ranks):
-    """The reason for `gradwire.integrations.attach`, stated in docs/trainers.md."""
-    assert run_on_two_ranks(hook_methods) == [False, False]
+def test_fabrics_wrapper_has_no_register_comm_hook_and_the_environment_names_one(run_on_two_ranks):
+    """The reason for `gradwire.integrations.attach`, stated in docs/trainers.md; a strategy with a name ignores it."""
+    assert run_on_two_ranks(hook_methods) == [(False, ["QuantizationState", "NoneType"])] * 2
 
 
 def test_one_process_warns_that_the_hook_is_not_used():
