@@ -16,7 +16,6 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import nn
 
-from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradwire.integrations.accelerate import attach, prepare_model
 
 STEPS = 150
@@ -30,8 +29,10 @@ def main(folder: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
     model = prepare_model(accelerator, model)
     optimizer = accelerator.prepare(optimizer)
-    state = PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=10)
-    attach(accelerator, model, state, powerSGD_hook)
+    attachment = attach(accelerator, model, "powersgd-r4", start_powerSGD_iter=10)
+    if attachment is None:
+        raise SystemExit("A single process sends no gradients. Start two.")
+    state = attachment.state
 
     if folder.exists():
         accelerator.load_state(folder)

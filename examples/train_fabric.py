@@ -15,8 +15,6 @@ import torch
 from lightning import Fabric
 from torch import nn
 
-from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
-from gradwire.integrations import attach
 from gradwire.integrations.fabric import GradwireStrategy
 
 STEPS = 150
@@ -25,15 +23,14 @@ STEPS = 150
 def main(path: Path) -> None:
     """Take `STEPS` more steps; rank 0 prints the loss."""
     accelerator = "gpu" if torch.cuda.device_count() >= 2 else "cpu"
-    fabric = Fabric(strategy=GradwireStrategy(), accelerator=accelerator, devices=2)
+    fabric = Fabric(strategy=GradwireStrategy("int4"), accelerator=accelerator, devices=2)
     fabric.launch()
     torch.manual_seed(0)  # the same model on every rank
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
     model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9))
-    state = QuantizationState(None, wire="int4")
-    attach(model, state, quantization_hook)
+    state = fabric.strategy.attachments[0].state
 
-    parts = {"model": model, "optimizer": optimizer, "hook": state}
+    parts = {"model": model, "optimizer": optimizer}
     if path.exists():
         fabric.load(path, parts)
     fabric.print(f"start at step {state.iter}")

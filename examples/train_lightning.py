@@ -17,7 +17,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradwire.integrations.lightning import GradwireStrategy
 
 
@@ -49,8 +48,7 @@ def main(folder: Path, epochs: int) -> None:
     seed_everything(0, verbose=False)
     inputs = torch.randn(2048, 64)
     loader = DataLoader(TensorDataset(inputs, torch.sin(inputs.flip(1))), batch_size=16, shuffle=True)
-    state = PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=10)
-    strategy = GradwireStrategy(ddp_comm_state=state, ddp_comm_hook=powerSGD_hook)
+    strategy = GradwireStrategy("powersgd-r4", start_powerSGD_iter=10)
     trainer = Trainer(
         strategy=strategy,
         accelerator="gpu" if torch.cuda.device_count() >= 2 else "cpu",
@@ -63,6 +61,7 @@ def main(folder: Path, epochs: int) -> None:
     )
     last = folder / "last.ckpt"
     trainer.fit(Regression(), loader, ckpt_path=last if last.exists() else None)
+    state = strategy.attachment.state
     rate, before, after = state.compression_stats()
     trainer.print(f"PowerSGD sent {after:,} elements instead of {before:,}: {rate:.1f} times fewer; step {state.iter}")
 

@@ -18,8 +18,7 @@ from ray.train import Checkpoint, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer, get_device, prepare_model
 from torch import nn
 
-from gradwire import DistributedDataParallel
-from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from gradwire import DistributedDataParallel, attach
 
 STEPS = 150
 
@@ -30,8 +29,7 @@ def train(options: dict[str, str]) -> None:
     torch.manual_seed(0)  # the same model on every worker
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
     model = DistributedDataParallel(prepare_model(model, parallel_strategy=None))
-    state = PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=10)
-    model.register_comm_hook(state, powerSGD_hook)
+    state = attach(model, "powersgd-r4", start_powerSGD_iter=10).state
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
     if last := options.get("checkpoint"):
         saved = torch.load(Path(last) / "checkpoint.pt", map_location=device, weights_only=True)

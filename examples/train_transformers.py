@@ -16,7 +16,6 @@ from torch.utils.data import Dataset
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
-from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradwire.integrations.transformers import GradwireCallback
 
 
@@ -53,10 +52,10 @@ def main(folder: Path, steps: int) -> None:
         ddp_backend="nccl" if use_cuda else "gloo",
     )
     trainer = Trainer(model, arguments, train_dataset=Sequences())
-    state = PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=5)
-    GradwireCallback(trainer, state, powerSGD_hook)
+    callback = GradwireCallback(trainer, "powersgd-r4", start_powerSGD_iter=5)
     trainer.train(resume_from_checkpoint=get_last_checkpoint(str(folder)) if folder.exists() else None)
-    if trainer.is_world_process_zero():
+    if trainer.is_world_process_zero() and callback.attachment is not None:
+        state = callback.attachment.state
         rate, before, after = state.compression_stats()
         print(f"PowerSGD sent {after:,} elements instead of {before:,}: {rate:.1f} times fewer; step {state.iter}")
 

@@ -1,7 +1,8 @@
 """Compress the gradients of a model that a trainer has wrapped."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from inspect import signature
 from typing import Any
 
 import torch.distributed as dist
@@ -10,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from gradwire import sharded
+from gradwire.hooks._by_name import NONE, hook_named, name_from_environment
 from gradwire.hooks.hook_state import HookState
 
 
@@ -36,12 +38,46 @@ def find_ddp(model: nn.Module) -> TorchDDP | None:
     return found[0] if found else None
 
 
+def take_options(state: object, options: dict[str, Any]) -> dict[str, Any]:
+    """Take the options of the hook that ``state`` names out of a trainer's ``options``, which are modified."""
+    if not isinstance(state, str) or state == NONE:
+        return {}
+    names = list(signature(hook_named(state).make_state).parameters)[1:]  # the first one is the process group
+    return {name: options.pop(name) for name in names if name in options}
+
+
+def state_and_hook(state: Any, hook: Callable[..., Any] | None, options: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The state and the hook that a name stands for; "none" and other arguments as they are.
+
+    Trainers call it before they wrap a model, so that it raises then what `attach` would raise about these arguments.
+    """
+    if state == NONE:
+        return state, None
+    if not isinstance(state, str):
+        if options:
+            raise TypeError(
+                f"There is an option {next(iter(options))!r} without the name of a hook. Pass it to the state, or pass "
+                "the name, such as 'int4', in place of the state."
+            )
+        return state, hook
+    if hook is not None:
+        raise TypeError(f"There is a hook next to the name {state!r}. Leave out the hook, or pass its state.")
+    named = hook_named(state)
+    return named.state(**options), named.hook
+
+
+def is_given(state: object, hook: object) -> bool:
+    """Whether a strategy has a hook to attach: that of its arguments, or of the environment variable GRADWIRE_HOOK."""
+    return state is not None or hook is not None or name_from_environment() is not None
+
+
 def attach(
     model: nn.Module,
     state: Any = None,
     hook: Callable[..., Any] | None = None,
     *,
     within: str | sharded.ReduceScatterOptions | None = None,
+    **options: Any,
 ) -> sharded.Attachment | None:
     """Call `gradwire.attach` for the DistributedDataParallel or FSDP2 model inside ``model``.
 
@@ -51,22 +87,31 @@ def attach(
     Args:
         model: the model that the trainer returns: a DistributedDataParallel, a model with ``fully_shard``, or a
             wrapper around one.
-        state: state of the hook.
-        hook: gradwire's, PyTorch's or your own; by default the one that the state is made for.
+        state: the name of a hook, such as "int4", or the state of a hook.
+        hook: the hook of the state: gradwire's, PyTorch's or your own; by default the one that the state is made for.
         within: wire format of FSDP2's reduce-scatter; see `gradwire.attach`.
+        options: options of the named hook's state, such as ``exempt=["*.bias"]``.
 
     Returns:
         The handle of `gradwire.attach`; None if the model is not wrapped. In that case, and if there is a single
         process, the function issues a `HookNotUsedWarning`.
 
     Raises:
-        ValueError: the model contains several DistributedDataParallel modules; or see `gradwire.attach`.
+        ValueError: there is no hook of that name; the model contains several DistributedDataParallel modules; or see
+            `gradwire.attach`.
         TypeError: the model is wrapped in FSDP1; or see `gradwire.attach`.
         NotImplementedError: see `gradwire.attach`.
         RuntimeError: a hook is already registered on the DistributedDataParallel.
+
+    Examples:
+        >>> model, optimizer = fabric.setup(model, optimizer)
+        >>> attach(model, "int4")
     """
+    state_and_hook(state, hook, options)
     ddp = find_ddp(model)
-    name = getattr(hook, "__name__", f"within={within!r}" if state is None else type(state).__name__)
+    if state == NONE:
+        return sharded.attach(ddp or model, state)
+    name = _description(state, hook, within)
     if ddp is None and not any(isinstance(each, (FSDPModule, FullyShardedDataParallel)) for each in model.modules()):
         warnings.warn(
             f"{name} is not used: this {type(model).__name__} contains neither "
@@ -83,7 +128,16 @@ def attach(
             HookNotUsedWarning,
             stacklevel=2,
         )
-    return sharded.attach(ddp or model, state, hook, within=within)
+    return sharded.attach(ddp or model, state, hook, within=within, **options)
+
+
+def _description(state: Any, hook: Callable[..., Any] | None, within: object) -> str:
+    """What compresses, for a warning."""
+    if hook is not None:
+        return str(getattr(hook, "__name__", "The hook"))
+    if state is not None:
+        return f"The hook {state!r}" if isinstance(state, str) else type(state).__name__
+    return "The hook" if within is None else f"within={within!r}"
 
 
 def follow_scaler(state: object, scaler: Any) -> None:

@@ -8,10 +8,9 @@ from typing import Any
 
 from accelerate import Accelerator
 from torch import nn
-from torch.distributed.checkpoint.stateful import Stateful
 
-from gradwire.integrations import _attach
-from gradwire.integrations._checkpoint import check_shards, has_memory, load_shards, save_shards
+from gradwire.integrations._attach import find_ddp
+from gradwire.integrations._checkpoint import Compression, load_shards, save_shards
 from gradwire.reducer import DistributedDataParallel
 from gradwire.sharded import Attachment, ReduceScatterOptions
 
@@ -25,6 +24,7 @@ def attach(
     hook: Callable[..., Any] | None = None,
     *,
     within: str | ReduceScatterOptions | None = None,
+    **options: Any,
 ) -> Attachment | None:
     """Compress the gradients of a prepared model, and save the hook's state with ``save_state``.
 
@@ -38,39 +38,40 @@ def attach(
             hook's state and the errors of ``within``. Modified.
         model: the model that ``accelerator.prepare`` or `prepare_model` returns: a DistributedDataParallel, or a model
             of FSDP2 (``fsdp_version=2``).
-        state: state of the hook. It is saved if it has ``state_dict`` and ``load_state_dict``, as gradwire's states
-            have.
-        hook: gradwire's, PyTorch's or your own; by default the one that the state is made for.
+        state: the name of a hook, such as "int4" (see docs/hooks.md), or the state of a hook. The state is saved if it
+            has ``state_dict`` and ``load_state_dict``, as gradwire's states have.
+        hook: the hook of the state: gradwire's, PyTorch's or your own; by default the one that the state is made for.
         within: wire format of FSDP2's reduce-scatter; see `gradwire.attach`.
+        options: options of the named hook's state, such as ``exempt=["*.bias"]``.
 
     Returns:
         The handle of `gradwire.attach`; None, with a `HookNotUsedWarning`, if the model is not wrapped.
 
     Raises:
-        ValueError: the model contains several DistributedDataParallel modules; or see `gradwire.attach`.
+        ValueError: there is no hook of that name; the model contains several DistributedDataParallel modules; or see
+            `gradwire.attach`.
         TypeError: the model is wrapped in FSDP1 (``fsdp_version=1``); or see `gradwire.attach`.
         NotImplementedError: FSDP2 and a state that checkpoints cannot hold; or see `gradwire.attach`.
         RuntimeError: a hook is already registered on the DistributedDataParallel.
+
+    Examples:
+        >>> model, optimizer = accelerator.prepare(model, optimizer)
+        >>> attach(accelerator, model, "int4")
     """
-    attachment = _attach.attach(model, state, hook, within=within)
-    if attachment is not None and has_memory(state, within):
-        _save_with(accelerator, attachment, model, state)
-    _attach.follow_scaler(state, accelerator.scaler)
-    return attachment
-
-
-def _save_with(accelerator: Accelerator, attachment: Attachment, model: nn.Module, state: object) -> None:
-    """Save and load the hook's state, and the errors of ``within``, with the accelerator's ``save_state``."""
-    if _attach.find_ddp(model) is None:
-        check_shards(attachment)
+    compression = Compression(state, hook, within, options)
+    compression.attach(model, accelerator.scaler)
+    attachment = compression.attachment
+    if attachment is None or not compression.has_memory:
+        return attachment
+    if compression.is_sharded:
         accelerator.register_save_state_pre_hook(lambda models, weights, folder: save_shards(attachment, folder))
         accelerator.register_load_state_pre_hook(lambda models, folder: load_shards(attachment, folder))
-    else:
-        assert isinstance(state, Stateful)
-        accelerator.register_for_checkpointing(state)
-        if (prepare := getattr(state, "prepare_checkpoint", None)) is not None:
-            # Before the main process writes the model: writing may take longer than the timeout of `state_dict`.
-            accelerator.register_save_state_pre_hook(lambda *_: prepare())
+        return attachment
+    accelerator.register_for_checkpointing(attachment.state)
+    if (prepare := getattr(attachment.state, "prepare_checkpoint", None)) is not None:
+        # Before the main process writes the model: writing may take longer than the timeout of `state_dict`.
+        accelerator.register_save_state_pre_hook(lambda *_: prepare())
+    return attachment
 
 
 def prepare_model(accelerator: Accelerator, model: nn.Module, **options: Any) -> nn.Module:
@@ -91,7 +92,7 @@ def prepare_model(accelerator: Accelerator, model: nn.Module, **options: Any) ->
         ValueError: the model is already wrapped in DistributedDataParallel, or Accelerate is configured for FSDP,
             DeepSpeed or another mode without DistributedDataParallel.
     """
-    if _attach.find_ddp(model) is not None:
+    if find_ddp(model) is not None:
         raise ValueError("The model is wrapped in DistributedDataParallel already. Pass the unwrapped model.")
     kind = accelerator.distributed_type
     if kind not in ("NO", "MULTI_CPU", "MULTI_GPU"):

@@ -3,7 +3,7 @@
 Needs the package ``lightning``.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,12 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from gradwire.integrations._attach import attach, follow_scaler
+from gradwire.hooks._by_name import NONE
+from gradwire.integrations._attach import attach, follow_scaler, is_given, state_and_hook, take_options
 from gradwire.integrations._checkpoint import (
-    check_shards,
+    KEY,
+    Compression,
     collect_state,
-    has_memory,
     load_shards,
     restore_state,
     save_shards,
@@ -29,8 +30,6 @@ from gradwire.sharded import Attachment, ReduceScatterOptions
 
 __all__ = ["GradwireModelParallelStrategy", "GradwireStrategy"]
 
-CHECKPOINT_KEY = "gradwire_comm_hook"
-
 
 class GradwireStrategy(DDPStrategy):
     """Lightning's DDPStrategy with gradwire's DistributedDataParallel. Registers hooks and saves their state.
@@ -39,21 +38,47 @@ class GradwireStrategy(DDPStrategy):
     the state of a hook, so a resumed run continues without error memory.
 
     Args:
-        ddp_class: gradwire's DistributedDataParallel, or PyTorch's.
-        ddp_comm_state: state of the hook. If it has ``state_dict`` and ``load_state_dict``, as gradwire's states have,
-            it is saved in every checkpoint that has the optimizer's state.
-        ddp_comm_hook: the hook; None for the plain all-reduce.
+        ddp_comm_state: the name of a hook, such as "int4" (see docs/hooks.md), or the state of a hook; by default the
+            hook that the environment variable ``GRADWIRE_HOOK`` names, or else the plain all-reduce. If the state has
+            ``state_dict`` and ``load_state_dict``, as gradwire's states have, it is saved in every checkpoint that has
+            the optimizer's state.
+        ddp_comm_hook: the hook of the state; by default the one that the state is made for.
         ddp_comm_wrapper: applied to the hook, such as ``fp16_compress_wrapper``.
-        options: further arguments of Lightning's DDPStrategy, which passes unknown arguments on to ``ddp_class``.
+        ddp_class: gradwire's DistributedDataParallel, or PyTorch's.
+        options: options of the named hook's state, such as ``exempt=["*.bias"]``, and further arguments of Lightning's
+            DDPStrategy, which passes unknown arguments on to ``ddp_class``.
+
+    Attributes:
+        attachment: the handle of `gradwire.attach`, once ``fit`` has wrapped the model; None for the plain all-reduce.
+
+    Raises:
+        ValueError: there is no hook of that name.
+        TypeError: there is a ``ddp_comm_wrapper`` without a hook, or a name with a hook.
 
     Examples:
-        >>> state = PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=100)
-        >>> strategy = GradwireStrategy(ddp_comm_state=state, ddp_comm_hook=powerSGD_hook)
-        >>> trainer = Trainer(strategy=strategy, devices=2)
+        >>> trainer = Trainer(strategy=GradwireStrategy("int4"), devices=2)
+        >>> GradwireStrategy("powersgd-r4", start_powerSGD_iter=100, find_unused_parameters=True)
     """
 
-    def __init__(self, *, ddp_class: type[TorchDDP] = DistributedDataParallel, **options: Any) -> None:
-        super().__init__(**options)
+    attachment: Attachment | None = None
+
+    def __init__(
+        self,
+        ddp_comm_state: Any = None,
+        ddp_comm_hook: Callable[..., Any] | None = None,
+        ddp_comm_wrapper: Callable[..., Any] | None = None,
+        *,
+        ddp_class: type[TorchDDP] = DistributedDataParallel,
+        **options: Any,
+    ) -> None:
+        state, hook = state_and_hook(ddp_comm_state, ddp_comm_hook, take_options(ddp_comm_state, options))
+        if ddp_comm_wrapper is not None and state != NONE:
+            if hook is None:
+                raise TypeError(
+                    "ddp_comm_wrapper has no hook to wrap. Pass the name of a hook, or ddp_comm_hook with its state."
+                )
+            hook = ddp_comm_wrapper(hook)
+        super().__init__(ddp_comm_state=state, ddp_comm_hook=hook, **options)
         self._ddp_class = ddp_class
 
     def _setup_model(self, model: nn.Module) -> TorchDDP:
@@ -63,22 +88,24 @@ class GradwireStrategy(DDPStrategy):
             return self._ddp_class(module=model, device_ids=device_ids, **self._ddp_kwargs)
 
     def _register_ddp_hooks(self) -> None:
-        hook = self._ddp_comm_hook
-        if hook is not None:
-            hook = hook if self._ddp_comm_wrapper is None else self._ddp_comm_wrapper(hook)
-            attach(self.model, self._ddp_comm_state, hook)
-            follow_scaler(self._ddp_comm_state, getattr(self.precision_plugin, "scaler", None))
+        if is_given(self._ddp_comm_state, self._ddp_comm_hook):
+            self.attachment = attach(self.model, self._ddp_comm_state, self._ddp_comm_hook)
+            follow_scaler(self._hook_state, getattr(self.precision_plugin, "scaler", None))
+
+    @property
+    def _hook_state(self) -> Any:
+        return None if self.attachment is None else self.attachment.state
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Add the state of the hook to a checkpoint and write it on rank 0. A collective call."""
-        if "optimizer_states" in checkpoint and (saved := collect_state(self._ddp_comm_state)):
-            checkpoint[CHECKPOINT_KEY] = saved
+        if "optimizer_states" in checkpoint and (saved := collect_state(self._hook_state)):
+            checkpoint[KEY] = saved
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Restore the optimizers and the state of the hook."""
         super().load_optimizer_state_dict(checkpoint)
-        restore_state(self._ddp_comm_state, checkpoint.get(CHECKPOINT_KEY), "The Lightning checkpoint")
+        restore_state(self._hook_state, checkpoint.get(KEY), "The Lightning checkpoint")
 
 
 class GradwireModelParallelStrategy(ModelParallelStrategy):
@@ -88,58 +115,60 @@ class GradwireModelParallelStrategy(ModelParallelStrategy):
     are compressed from the first step of ``fit`` on.
 
     Args:
-        comm_state: state of the hook between replicas; see `gradwire.attach`.
-        comm_hook: the hook; by default the one that the state is made for.
+        state: the name of a hook, such as "int4", or the state of a hook between replicas; see `gradwire.attach`.
+        hook: the hook of the state; by default the one that the state is made for.
         within: wire format of the reduce-scatter; see `gradwire.attach`.
-        options: arguments of Lightning's ModelParallelStrategy.
+        options: options of the named hook's state, and arguments of Lightning's ModelParallelStrategy.
+
+    Attributes:
+        attachment: the handle of `gradwire.attach`, once ``fit`` has prepared the model.
 
     Raises:
-        ValueError: ``save_distributed_checkpoint`` is False, and the hook or ``within`` has memory to save.
+        ValueError: there is no hook of that name; or ``save_distributed_checkpoint`` is False, and the hook or
+            ``within`` has memory to save.
 
     Examples:
-        >>> strategy = GradwireModelParallelStrategy(within="bf16")
-        >>> trainer = Trainer(strategy=strategy, devices=8)
+        >>> trainer = Trainer(strategy=GradwireModelParallelStrategy("bf16"), devices=8)
+        >>> GradwireModelParallelStrategy("int4", within="bf16")  # HSDP: int4 between replicas, bf16 within one
     """
 
     def __init__(
         self,
+        state: Any = None,
+        hook: Callable[..., Any] | None = None,
         *,
-        comm_state: Any = None,
-        comm_hook: Any = None,
         within: str | ReduceScatterOptions | None = None,
         **options: Any,
     ) -> None:
+        self._compression = Compression(state, hook, within, take_options(state, options))
         super().__init__(**options)
-        self._comm_state, self._comm_hook, self._within = comm_state, comm_hook, within
-        self._attached: nn.Module | None = None
-        self._attachment: Attachment | None = None
-        if has_memory(comm_state, within) and not self._save_distributed_checkpoint:
+        if self._compression.has_memory and not self._save_distributed_checkpoint:
             raise ValueError(
                 "save_distributed_checkpoint is False, but the error memory is sharded like the model. Leave the "
-                "argument out, or use neither a hook's state nor error feedback within a replica."
+                "argument out, or choose a hook without memory, such as 'bf16'."
             )
+
+    @property
+    def attachment(self) -> Attachment | None:
+        """The handle of `gradwire.attach`; None before ``fit``, and if the model is not sharded."""
+        return self._compression.attachment
 
     def setup(self, trainer: Trainer) -> None:
         """Prepare the model and, before training, attach the hook."""
         super().setup(trainer)
-        model = self.model
-        if trainer.state.fn == TrainerFn.FITTING and model is not None and model is not self._attached:
-            self._attachment = attach(model, self._comm_state, self._comm_hook, within=self._within)
-            self._attached = model
-            follow_scaler(self._comm_state, getattr(self.precision_plugin, "scaler", None))
-            if self._attachment is not None and has_memory(self._comm_state, self._within):
-                check_shards(self._attachment)
+        if trainer.state.fn == TrainerFn.FITTING and self.model is not None:
+            self._compression.attach(self.model, getattr(self.precision_plugin, "scaler", None))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save a checkpoint, with the hook's memory if it has the optimizer's state. A collective call."""
         is_complete = "optimizer_states" in checkpoint
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
-        if is_complete and self._attachment is not None and has_memory(self._comm_state, self._within):
-            save_shards(self._attachment, Path(self.broadcast(filepath)))
+        if is_complete and self.attachment is not None and self._compression.has_memory:
+            save_shards(self.attachment, Path(self.broadcast(filepath)))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load the model, the optimizers and the hook's memory. A collective call."""
         loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
-        if self._attachment is not None and has_memory(self._comm_state, self._within):
-            load_shards(self._attachment, Path(self.broadcast(checkpoint_path)))
+        if self.attachment is not None and self._compression.has_memory:
+            load_shards(self.attachment, Path(self.broadcast(checkpoint_path)))
         return loaded

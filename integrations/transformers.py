@@ -9,18 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import Trainer, TrainerCallback
 
-from gradwire.integrations._attach import attach, find_ddp, follow_scaler
-from gradwire.integrations._checkpoint import (
-    check_shards,
-    collect_state,
-    has_memory,
-    load_shards,
-    restore_state,
-    save_shards,
-)
+from gradwire.integrations._attach import find_ddp
+from gradwire.integrations._checkpoint import Compression, collect_state, load_shards, restore_state, save_shards
 from gradwire.sharded import Attachment, ReduceScatterOptions
 
 __all__ = ["CHECKPOINT_NAME", "GradwireCallback"]
@@ -36,15 +28,23 @@ class GradwireCallback(TrainerCallback):
 
     Args:
         trainer: a Trainer, or a subclass of it. Modified.
-        state: state of the hook. If it has ``state_dict`` and ``load_state_dict``, as gradwire's states have, it is
-            saved in every checkpoint that has the optimizer's state: with DDP as the file ``gradwire_comm_hook.pt``,
-            with FSDP2 as the folder ``gradwire_comm_hook``, which also has the errors of ``within``.
-        hook: gradwire's, PyTorch's or your own; by default the one that the state is made for.
+        state: the name of a hook, such as "int4" (see docs/hooks.md), or the state of a hook. If the state has
+            ``state_dict`` and ``load_state_dict``, as gradwire's states have, it is saved in every checkpoint that has
+            the optimizer's state: with DDP as the file ``gradwire_comm_hook.pt``, with FSDP2 as the folder
+            ``gradwire_comm_hook``, which also has the errors of ``within``.
+        hook: the hook of the state: gradwire's, PyTorch's or your own; by default the one that the state is made for.
         within: wire format of FSDP2's reduce-scatter; see `gradwire.attach`.
+        options: options of the named hook's state, such as ``exempt=["*.bias"]``.
+
+    Attributes:
+        attachment: the handle of `gradwire.attach`, once ``train`` has wrapped the model.
+
+    Raises:
+        ValueError: there is no hook of that name.
 
     Examples:
         >>> trainer = Trainer(model, arguments, train_dataset=dataset)
-        >>> GradwireCallback(trainer, PowerSGDState(None, matrix_approximation_rank=4), powerSGD_hook)
+        >>> GradwireCallback(trainer, "int4")
         >>> trainer.train()
     """
 
@@ -55,54 +55,48 @@ class GradwireCallback(TrainerCallback):
         hook: Callable[..., Any] | None = None,
         *,
         within: str | ReduceScatterOptions | None = None,
+        **options: Any,
     ) -> None:
         self._trainer = trainer
-        self._state = state
-        self._hook = hook
-        self._within = within
-        self._attached: nn.Module | None = None  # the DistributedDataParallel or the model of FSDP2
-        self._attachment: Attachment | None = None
+        self._compression = Compression(state, hook, within, options)
         _extend(trainer, "_save_optimizer_and_scheduler", self._save)
         _extend(trainer, "_load_optimizer_and_scheduler", self._load)
         trainer.add_callback(self)
+
+    @property
+    def attachment(self) -> Attachment | None:
+        """The handle of `gradwire.attach`; None before ``train``, and if the model is not wrapped."""
+        return self._compression.attachment
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Attach the hook, unless loading a checkpoint has done it."""
         self._attach()
 
     def _attach(self) -> None:
-        model = find_ddp(self._trainer.model_wrapped) or self._trainer.model_wrapped
-        if self._attachment is None or model is not self._attached:  # every `train()` may wrap the model anew
-            self._attachment = attach(model, self._state, self._hook, within=self._within)
-            self._attached = model
-            follow_scaler(self._state, self._trainer.accelerator.scaler)
-            if self._attachment is not None and self._is_sharded and has_memory(self._state, self._within):
-                check_shards(self._attachment)
-
-    @property
-    def _is_sharded(self) -> bool:
-        return self._attached is not None and find_ddp(self._attached) is None
+        model = self._trainer.model_wrapped  # wrapped anew by every `train()`
+        self._compression.attach(find_ddp(model) or model, self._trainer.accelerator.scaler)
 
     def _save(self, folder: str) -> None:
-        if self._attachment is None or not has_memory(self._state, self._within):
+        if self.attachment is None or not self._compression.has_memory:
             return
         self._trainer.accelerator.wait_for_everyone()  # rank 0 has written model and optimizer meanwhile
-        if self._is_sharded:
-            save_shards(self._attachment, folder)
+        if self._compression.is_sharded:
+            save_shards(self.attachment, folder)
             return
-        saved = collect_state(self._state)
+        saved = collect_state(self.attachment.state)
         if saved and self._trainer.args.should_save:
             torch.save(saved, Path(folder) / CHECKPOINT_NAME)
 
     def _load(self, folder: str | None) -> None:
         self._attach()
-        if folder is None or self._attachment is None or not has_memory(self._state, self._within):
+        if folder is None or self.attachment is None or not self._compression.has_memory:
             return
-        if self._is_sharded:
-            load_shards(self._attachment, folder)
+        if self._compression.is_sharded:
+            load_shards(self.attachment, folder)
             return
         path = Path(folder) / CHECKPOINT_NAME
-        restore_state(self._state, torch.load(path, weights_only=True) if path.exists() else None, folder)
+        saved = torch.load(path, weights_only=True) if path.exists() else None
+        restore_state(self.attachment.state, saved, folder)
 
 
 def _extend(trainer: Trainer, method: str, action: Callable[[str], None]) -> None:

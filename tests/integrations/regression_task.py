@@ -15,16 +15,19 @@ WORLD_SIZE, BATCH_SIZE = 2, 4
 STEPS_PER_EPOCH, EPOCHS = 6, 2
 LEARNING_RATE = 0.1
 
+OPTIONS = {"start_powerSGD_iter": 2, "min_compression_rate": 1}
 # Each makes (state, hook) anew; compressing from the third step on.
 HOOKS = {
-    "powersgd": lambda: (
-        PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=1),
-        powerSGD_hook,
-    ),
+    "powersgd": lambda: (PowerSGDState(None, matrix_approximation_rank=2, **OPTIONS), powerSGD_hook),
     "scaled_fp16": lambda: (ScaledCastState(None), scaled_cast_hook),
 }
 # How far a resumed run may be from the uninterrupted one: PowerSGD's errors are averaged, which rounds differently.
 RESUME_TOLERANCE = {"powersgd": 1e-5, "scaled_fp16": 0.0}
+
+
+def arguments_for(hook):
+    """Arguments and options of a trainer for one of `HOOKS`: PowerSGD by its name, the other one as state and hook."""
+    return (["powersgd-r2"], OPTIONS) if hook == "powersgd" else (HOOKS[hook](), {})
 
 
 class Net(nn.Module):

@@ -27,11 +27,11 @@ class Run:
             self.optimizer = self.accelerator.prepare(optimizer)
         else:
             self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
-        self.state, function = task.HOOKS[hook]()
+        arguments, options = task.arguments_for(hook)
         if saves_state:
-            attach(self.accelerator, self.model, self.state, function)
+            attach(self.accelerator, self.model, *arguments, **options)
         else:
-            integrations.attach(self.model, self.state, function)
+            integrations.attach(self.model, *arguments, **options)
 
     def train(self, epochs=task.EPOCHS):
         for _ in range(epochs):
@@ -104,9 +104,8 @@ def follow_the_scaler():
     task.launched_by_torchrun()
     accelerator = Accelerator(cpu=True)
     accelerator.scaler = torch.amp.GradScaler("cpu")  # as with fp16 on a GPU
-    state, function = task.HOOKS["powersgd"]()
-    attach(accelerator, prepare_model(accelerator, task.new_net()), state, function)
-    return state._scaler is accelerator.scaler
+    attachment = attach(accelerator, prepare_model(accelerator, task.new_net()), "powersgd-r2")
+    return attachment.state.memory.scaler is accelerator.scaler
 
 
 def test_error_memory_follows_the_scaler_of_accelerate(run_on_two_ranks):
@@ -117,6 +116,8 @@ def test_one_process_warns_and_saves_no_state_of_the_hook(tmp_path):
     accelerator = Accelerator(cpu=True)
     model = prepare_model(accelerator, task.Net())
     assert find_ddp(model) is None
-    with pytest.warns(integrations.HookNotUsedWarning, match="powerSGD_hook is not used: this Net contains neither"):
-        assert attach(accelerator, model, *task.HOOKS["powersgd"]()) is None
+    with pytest.warns(integrations.HookNotUsedWarning, match="The hook 'int4' is not used: this Net contains neither"):
+        assert attach(accelerator, model, "int4") is None
+    with pytest.raises(ValueError, match=r"There is no hook 'int-4'. Did you mean 'int4'?"):
+        attach(accelerator, model, "int-4")
     accelerator.save_state(str(tmp_path))  # without the state of the hook

@@ -13,7 +13,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 
 from gradwire.hooks.default_hooks import fp16_compress_wrapper
 from gradwire.integrations import HookNotUsedWarning
-from gradwire.integrations.lightning import GradwireStrategy
+from gradwire.integrations.lightning import GradwireModelParallelStrategy, GradwireStrategy
 from tests.integrations import regression_task as task
 
 
@@ -44,8 +44,8 @@ def fit(rank, strategy, epochs=task.EPOCHS, resume_from=None, devices=2, **optio
 
 
 def strategy_of(hook, wrapper="gradwire"):
-    state, function = task.HOOKS[hook]()
-    return GradwireStrategy(ddp_class=task.WRAPPERS[wrapper], ddp_comm_state=state, ddp_comm_hook=function)
+    arguments, options = task.arguments_for(hook)
+    return GradwireStrategy(*arguments, ddp_class=task.WRAPPERS[wrapper], **options)
 
 
 def train_and_resume(hook, wrapper, folder):
@@ -57,7 +57,7 @@ def train_and_resume(hook, wrapper, folder):
     trainer.save_checkpoint(path)
     _, resumed = fit(rank, strategy_of(hook, wrapper), resume_from=path)
 
-    trainer.strategy._ddp_comm_state = None  # as Lightning's own strategy
+    trainer.strategy.attachment = None  # as Lightning's own strategy
     trainer.save_checkpoint(path)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -75,21 +75,21 @@ def test_lightning_run_equals_plain_run_and_resumes_like_it(run_on_two_ranks, tm
 
 def train_with_wrapped_hook_and_options():
     rank = task.launched_by_torchrun()
-    state, hook = task.HOOKS["powersgd"]()
     strategy = GradwireStrategy(
-        ddp_comm_state=state, ddp_comm_hook=hook, ddp_comm_wrapper=fp16_compress_wrapper, bucket_cap_mb=1
+        "powersgd-r2", ddp_comm_wrapper=fp16_compress_wrapper, bucket_cap_mb=1, start_powerSGD_iter=3
     )
     wrappers = []
     setup = strategy._setup_model
     strategy._setup_model = lambda model: wrappers.append(setup(model)) or wrappers[-1]
     fit(rank, strategy, epochs=1)
     (ddp,) = wrappers
-    return state.iter, ddp.bucket_bytes_cap, [hook.__name__ for hook, _ in ddp._comm_hooks]
+    state = strategy.attachment.state
+    return state.iter, state.start_powerSGD_iter, ddp.bucket_bytes_cap, [hook.__name__ for hook, _ in ddp._comm_hooks]
 
 
-def test_options_of_ddp_and_wrapper_of_the_hook_arrive(run_on_two_ranks):
-    for steps, cap, hooks in run_on_two_ranks(train_with_wrapped_hook_and_options):
-        assert (steps, cap) == (task.STEPS_PER_EPOCH, 2**20)
+def test_options_of_hook_and_ddp_and_wrapper_of_the_hook_arrive(run_on_two_ranks):
+    for steps, start, cap, hooks in run_on_two_ranks(train_with_wrapped_hook_and_options):
+        assert (steps, start, cap) == (task.STEPS_PER_EPOCH, 3, 2**20)
         assert hooks == ["fp16_compress_wrapper_hook"]
 
 
@@ -97,7 +97,7 @@ def follow_the_scaler():
     rank, strategy = task.launched_by_torchrun(), strategy_of("powersgd")
     precision = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
     fit(rank, strategy, epochs=1, plugins=[precision])
-    return strategy._ddp_comm_state._scaler is precision.scaler
+    return strategy.attachment.state.memory.scaler is precision.scaler
 
 
 def test_error_memory_follows_the_scaler_of_lightning(run_on_two_ranks):
@@ -116,3 +116,14 @@ def test_one_device_warns_once_that_the_hook_saves_nothing(run_on_two_ranks):
     for messages in run_on_two_ranks(warnings_on_one_device):
         (message,) = messages
         assert message.startswith("powerSGD_hook saves nothing: there is a single process")
+
+
+def test_wrong_names_are_refused_at_once():
+    for strategy in (GradwireStrategy, GradwireModelParallelStrategy):
+        with pytest.raises(ValueError, match=r"There is no hook 'int-4'. Did you mean 'int4'?"):
+            strategy("int-4")
+    with pytest.raises(TypeError, match=r"There is a hook next to the name 'int4'. Leave out the hook"):
+        GradwireStrategy("int4", task.HOOKS["powersgd"]()[1])
+    with pytest.raises(TypeError, match=r"ddp_comm_wrapper has no hook to wrap. Pass the name of a hook"):
+        GradwireStrategy(task.HOOKS["powersgd"]()[0], ddp_comm_wrapper=fp16_compress_wrapper)
+    GradwireStrategy("none", ddp_comm_wrapper=fp16_compress_wrapper)

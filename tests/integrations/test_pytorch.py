@@ -9,6 +9,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard
 
 from gradwire.integrations import HookNotUsedWarning, attach
+from gradwire.integrations._attach import take_options
+from gradwire.integrations._checkpoint import Compression
 from tests.integrations import regression_task as task
 
 
@@ -125,6 +127,33 @@ def test_siblings_and_nested_ddps_are_refused_with_their_remedies(world_of_one):
         for model in (twice, nn.Sequential(twice)):
             with pytest.raises(ValueError, match="is wrapped in DistributedDataParallel twice, so its gradients"):
                 attach(model, *task.HOOKS["powersgd"]())
+
+
+def test_named_hook_keeps_its_state_in_the_next_wrapper_of_a_model(world_of_one):
+    compression = Compression("powersgd-r2", None, None, {"start_powerSGD_iter": 3})
+    model, states = task.new_net(), []
+    for _ in range(2):
+        with pytest.warns(HookNotUsedWarning, match="saves nothing: there is a single process"):
+            compression.attach(nn.parallel.DistributedDataParallel(model), None)
+        states.append(compression.attachment.state)
+    assert states[0] is states[1]
+    assert states[0].start_powerSGD_iter == 3
+
+
+def test_options_of_the_named_hook_are_not_passed_on_to_the_trainer():
+    options = {"exempt": ["*.bias"], "bucket_cap_mb": 1, "process_group": None}
+    assert take_options("int4", options) == {"exempt": ["*.bias"]}
+    assert options == {"bucket_cap_mb": 1, "process_group": None}
+    assert take_options(task.HOOKS["powersgd"]()[0], options) == take_options("none", options) == {}
+
+
+def test_wrong_names_and_options_raise_before_the_model_is_wrapped():
+    with pytest.raises(ValueError, match=r"There is no hook 'int-4'. Did you mean 'int4'?"):
+        attach(nn.Linear(4, 4), "int-4")
+    with pytest.raises(TypeError, match=r"'excempt'. Did you mean exempt="):
+        attach(nn.Linear(4, 4), "int4", excempt=["*.bias"])
+    with pytest.raises(TypeError, match="There is an option 'exempt' without the name of a hook"):
+        attach(nn.Linear(4, 4), task.HOOKS["powersgd"]()[0], exempt=["*.bias"])
 
 
 def test_single_process_warns_that_the_hook_saves_nothing(world_of_one):

@@ -24,7 +24,8 @@ def train(hook, wrapper):
         model = task.WRAPPERS[wrapper](prepare_model(task.new_net(), parallel_strategy=None))
     else:
         model = prepare_model(task.new_net())
-    attach(model, *task.HOOKS[hook]())
+    arguments, options = task.arguments_for(hook)
+    attach(model, *arguments, **options)
     optimizer = task.optimizer_of(model)
     for _ in range(task.EPOCHS):
         for batch in task.rank_loader(dist.get_rank()):

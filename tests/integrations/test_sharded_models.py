@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import gradwire.sharded
-from gradwire.hooks.quantization_hooks import QuantizationState
 from gradwire.integrations import attach
 from gradwire.integrations._checkpoint import load_shards
 from gradwire.sharded import ReduceScatterOptions
@@ -22,7 +21,7 @@ def compression(place):
     """Arguments of `attach`, made anew: int4 with error feedback, on the reduce-scatter or between replicas."""
     if place == "fsdp":
         return {"within": ReduceScatterOptions(wire="int4", block_size=32, error_dtype=torch.float32)}
-    return {"state": QuantizationState(wire="int4", block_size=32)}
+    return {"state": "int4", "block_size": 32}
 
 
 def shard(model, place):
@@ -82,8 +81,9 @@ class UnderLightning:
             def configure_optimizers(self):
                 return task.optimizer_of(self)
 
-        arguments = {"comm_state" if name == "state" else name: each for name, each in compression(place).items()}
-        self.strategy = GradwireModelParallelStrategy(**arguments, data_parallel_size=2, tensor_parallel_size=1)
+        self.strategy = GradwireModelParallelStrategy(
+            **compression(place), data_parallel_size=2, tensor_parallel_size=1
+        )
         self.trainer = Trainer(
             accelerator="cpu", devices=2, strategy=self.strategy, max_epochs=epochs, use_distributed_sampler=False,
             logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
@@ -99,7 +99,7 @@ class UnderLightning:
 
     @property
     def attachment(self):
-        return self.strategy._attachment
+        return self.strategy.attachment
 
 
 class UnderFabric:
@@ -197,7 +197,7 @@ class UnderTransformers:
 
     @property
     def attachment(self):
-        return self.callback._attachment
+        return self.callback.attachment
 
 
 def with_fsdp2(accelerator):
@@ -266,6 +266,8 @@ def test_lightning_checkpoint_in_one_file_cannot_hold_sharded_errors():
 
     with pytest.raises(ValueError, match="save_distributed_checkpoint is False, but the error memory is sharded"):
         GradwireModelParallelStrategy(save_distributed_checkpoint=False, **compression("fsdp"))
+    with pytest.raises(ValueError, match="save_distributed_checkpoint is False, but the error memory is sharded"):
+        GradwireModelParallelStrategy("int4", save_distributed_checkpoint=False)
     GradwireModelParallelStrategy(save_distributed_checkpoint=False, within="bf16")  # without errors
 
 

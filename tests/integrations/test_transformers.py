@@ -52,7 +52,8 @@ def trainer_of(folder, hook, epochs=task.EPOCHS, **options):
         ddp_backend="gloo" if is_launched else None, **options,
     )  # fmt: skip
     trainer = Trainer(model, arguments, train_dataset=Items(), optimizers=(task.optimizer_of(model), None))
-    return trainer, GradwireCallback(trainer, *task.HOOKS[hook]())
+    arguments, options = task.arguments_for(hook)
+    return trainer, GradwireCallback(trainer, *arguments, **options)
 
 
 def train_and_resume(hook, folder):
@@ -87,7 +88,7 @@ def train_twice(folder):
     trainer, callback = trainer_of(folder, "powersgd", epochs=1, save_only_model=True)
     trainer.train()
     trainer.train()
-    return callback._state.iter
+    return callback.attachment.state.iter
 
 
 def test_second_train_of_a_trainer_goes_on_with_the_hook(run_on_two_ranks, tmp_path):
@@ -98,15 +99,19 @@ def test_second_train_of_a_trainer_goes_on_with_the_hook(run_on_two_ranks, tmp_p
 
 def test_single_process_warns_that_the_hook_is_not_used(tmp_path):
     trainer, callback = trainer_of(str(tmp_path), "powersgd", epochs=1)
-    with pytest.warns(HookNotUsedWarning, match="powerSGD_hook is not used: this Regression contains neither"):
+    with pytest.warns(HookNotUsedWarning, match="The hook 'powersgd-r2' is not used: this Regression contains"):
         trainer.train()
-    assert callback._state.iter == 0
+    assert callback.attachment is None
     assert not list(tmp_path.rglob(CHECKPOINT_NAME))
 
 
-def test_trainer_without_the_extended_methods_is_refused():
+def test_wrong_names_and_trainers_without_the_extended_methods_are_refused():
     class OtherTrainer:
         pass
 
+    with pytest.raises(ValueError, match=r"There is no hook 'int-4'. Did you mean 'int4'?"):
+        GradwireCallback(OtherTrainer(), "int-4")
+    with pytest.raises(TypeError, match=r"'excempt'. Did you mean exempt="):
+        GradwireCallback(OtherTrainer(), "int4", excempt=["*.bias"])
     with pytest.raises(RuntimeError, match="OtherTrainer has no method _save_optimizer_and_scheduler"):
         GradwireCallback(OtherTrainer(), *task.HOOKS["powersgd"]())

@@ -15,6 +15,7 @@ import torch
 import typer
 
 import gradwire
+import gradwire.collectives
 import gradwire.testing
 from gradwire.bench.gpu import lane
 from gradwire.cli import run
@@ -289,7 +290,8 @@ def test_api_reference_has_every_public_name():
     reference = "".join(path.read_text() for path in (ROOT / "docs" / "api").glob("*.md"))
     modules = [getattr(gradwire.hooks, name) for name in gradwire.hooks.__all__]
     public = {f"{module.__name__}.{name}" for module in modules for name in module.__all__}
-    public |= {f"gradwire.testing.{name}" for name in gradwire.testing.__all__}
+    for package in (gradwire.collectives, gradwire.testing):
+        public |= {f"{package.__name__}.{name}" for name in package.__all__}
     public |= public_names_of_integrations() | names_imported_by_examples()
     public |= {"gradwire.DistributedDataParallel", "gradwire.attach", "gradwire.sharded.Attachment"}
     assert public == set(re.findall(r"^::: (\S+)", reference, re.MULTILINE))

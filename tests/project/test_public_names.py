@@ -63,7 +63,7 @@ def test_hooks_list_the_public_modules():
     modules = {path.stem for path in (ROOT / "hooks").glob("*.py")}
     assert gradwire.hooks.__all__ == sorted(name for name in modules if not name.startswith("_"))
     assert all(inspect.ismodule(getattr(gradwire.hooks, name)) for name in gradwire.hooks.__all__)
-    assert gradwire.__all__ == ["DistributedDataParallel", "__version__", "attach", "hooks", "sharded"]
+    assert gradwire.__all__ == ["DistributedDataParallel", "__version__", "attach", "collectives", "hooks", "sharded"]
     assert gradwire.testing.__all__ == ["LAWS", "LawViolation", "check_laws"]
 
 
