@@ -206,11 +206,16 @@ def resynchronize(group: dist.ProcessGroup | None = None, *memories: Memory) -> 
         memory.restart(group, steps)
 
 
+def is_mean_or_sum(op: Any) -> bool:
+    """Whether an operation is AVG or SUM. A ``ReduceOp`` equals them, but they do not equal it."""
+    return any(op == known for known in (AVG, SUM))
+
+
 def _begin(group: dist.ProcessGroup, op: Any, tensors: Sequence[Tensor]) -> Calls:
     """Count a call, and check its arguments."""
     calls = calls_on(connections_of(group))
     calls.count += 1
-    if op not in (AVG, SUM):
+    if not is_mean_or_sum(op):
         raise ValueError(f"op is {op}; expected ReduceOp.AVG or ReduceOp.SUM.")
     if not tensors:
         raise ValueError("There are no tensors to reduce.")
