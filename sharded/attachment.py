@@ -310,8 +310,8 @@ def _check_groups(model: nn.Module, groups: Sequence[ParameterGroup], averages: 
     if not groups:
         raise TypeError(
             f"attach was given a {type(model).__name__}; expected a DistributedDataParallel, or a model after "
-            "fully_shard(model) or replicate(model). FSDP1 (FullyShardedDataParallel) has no place for a compressor: "
-            "use fully_shard."
+            "fully_shard(model) or replicate(model). FSDP1 (FullyShardedDataParallel) takes a compressed process "
+            "group instead: process_group=gradwire.collectives.compressed_group()."
         )
     replicas = [group.replicas for group in groups if group.replicas is not None]
     if averages and not replicas:
