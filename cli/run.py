@@ -130,13 +130,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if isinstance(end, AdviceGiven) or end.code not in (None, 0):
                 raise
         fail(f"the script ended before the {STEPS + 1} steps of DistributedDataParallel that --advise takes")
+    reports = options.hook != NONE
     with compressed(options.hook, options.start, options.measure) as made:
         try:
             _run_script(options)
         except SystemExit as end:
-            _print_report(made, has_ended=end.code in (None, 0))
+            _print_report(made, has_ended=reports and end.code in (None, 0))
             raise
-        _print_report(made, has_ended=True)
+        _print_report(made, has_ended=reports)
 
 
 def _print_report(made: Sequence[Compression], has_ended: bool) -> None:

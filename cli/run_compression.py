@@ -4,7 +4,7 @@ import sys
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
@@ -21,8 +21,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from gradwire.cli.run_advise import measured_script, on_ddp_init
 from gradwire.cli.run_comparison import Comparison
 from gradwire.hooks._bucket import GradBucket
-from gradwire.hooks._by_name import QUANTIZED, hook_named
+from gradwire.hooks._by_name import NONE, QUANTIZED, hook_named
 from gradwire.hooks._decorators import CommHook
+from gradwire.hooks._handshake import compare_settings
 from gradwire.hooks.hook_state import HookState
 from gradwire.kernels import WIRE_FORMATS
 from gradwire.planner.hook_registry import PLAIN
@@ -245,7 +246,16 @@ def compressed(hook: str, start: int = 2, measure: int = 0) -> Iterator[list[Com
     register = TorchDDP.register_comm_hook
     register_builtin: Any = TorchDDP._register_builtin_comm_hook
 
+    def agree(groups: Iterable[dist.ProcessGroup]) -> None:
+        """Raise on every rank unless all have the same hook and options."""
+        settings = {"hook": f"gradwire run --hook {hook}", "--start": str(start), "--measure": str(measure)}
+        for group in dict.fromkeys(groups):
+            compare_settings(group, settings, again=False)
+
     def compress(ddp: TorchDDP) -> None:
+        agree([ddp.process_group])
+        if hook == NONE:
+            return
         compression = of[ddp] = DDPCompression(ddp, hook, start, measure)
         register(ddp, compression, DDPCompression.reduce)
         ddp._comm_hooks.clear()  # for the Python reducer only; copies and pickles of the model would hold the state
@@ -280,7 +290,10 @@ def compressed(hook: str, start: int = 2, measure: int = 0) -> Iterator[list[Com
             register_builtin(self, kind)
 
     def attach_root(model: nn.Module) -> None:
-        if any(parameter.requires_grad for parameter in model.parameters()):
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            return
+        agree(each for group in parameter_groups(model) for each in group.process_groups())
+        if hook != NONE:
             made.append(ShardedCompression(model, hook, start, measure))
 
     with (

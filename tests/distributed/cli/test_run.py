@@ -36,6 +36,23 @@ def test_unchanged_loop_has_the_bits_of_the_registered_hook(hook):
     assert f"gradwire run: {hook} on Mlp" in run_report.report(made)
 
 
+@pytest.mark.parametrize("other", ["int8", "none"])
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, fully_shard])
+@on_ranks(2)
+def test_names_that_differ_between_ranks_raise_on_all(wrap, other):
+    hook = "int4" if dist.get_rank() == 0 else other
+    with run_compression.compressed(hook), pytest.raises(RuntimeError, match=rf"--hook {other} on rank 1"):
+        wrap(torch.nn.Linear(8, 8))(torch.ones(2, 8))
+
+
+@on_ranks(2)
+def test_none_leaves_every_model_as_it_is():
+    with run_compression.compressed("none") as made:
+        found = train("pytorch", "mlp", steps=3)
+    assert made == []
+    assert_same_bits(found, train("pytorch", "mlp", steps=3))
+
+
 @on_ranks(2)
 def test_hook_of_the_script_wins():
     with run_compression.compressed("int4") as made:
