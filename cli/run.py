@@ -18,9 +18,11 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from gradwire.cli.run_advise import AdviceGiven, advised, fail
+from gradwire.cli.run_collectives import compressed_collectives
 from gradwire.cli.run_comparison import LEAST_STEPS, STRETCH
 from gradwire.cli.run_compression import AUTO, Compression, compressed
 from gradwire.cli.run_report import report
+from gradwire.collectives.group import STATELESS
 from gradwire.hooks._by_name import NONE, VARIABLE, hook_named, name_from_environment
 from gradwire.planner.model_probe import STEPS
 
@@ -42,6 +44,20 @@ def _own_options() -> argparse.ArgumentParser:
         action="store_true",
         help=f"measure the script for {STEPS} steps, print the step time with every hook as gradwire advise does, and "
         "end the script",
+    )
+    what.add_argument(
+        "--collectives",
+        choices=STATELESS,
+        metavar="WIRE",
+        help="for scripts without DDP and FSDP2: send large gradients of dist.all_reduce and "
+        f"dist.reduce_scatter_tensor in this format, one of {', '.join(STATELESS)}",
+    )
+    parser.add_argument(
+        "--call",
+        action="append",
+        default=[],
+        metavar="FILE:LINE",
+        help="with --collectives, compress this call, too, although its tensor is not known to be a gradient",
     )
     parser.add_argument("--start", type=_at_least(2), default=2, metavar="STEP", help="first step to compress (2)")
     comparison = parser.add_mutually_exclusive_group()
@@ -83,7 +99,9 @@ def _take_variable(parser: argparse.ArgumentParser, options: argparse.Namespace,
 
     ``arguments`` are the script's.
     """
-    if options.hook is not None or options.advise:
+    if options.call and not options.collectives:
+        parser.error("--call names a line of --collectives; choose a format, as in --collectives int8")
+    if options.hook is not None or options.advise or options.collectives:
         return
     try:
         options.hook = name_from_environment()
@@ -104,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """``python -m gradwire.run``, in each process that torchrun, or another launcher, has started."""
     parser = argparse.ArgumentParser(
         prog="python -m gradwire.run",
-        usage="%(prog)s (--hook NAME | --advise) [options] script ...",
+        usage="%(prog)s (--hook NAME | --collectives WIRE | --advise) [options] script ...",
         description="Train with an unchanged script of DDP, FSDP2 or HSDP, and compress its gradients.",
         allow_abbrev=False,
         parents=[_own_options()],
@@ -130,6 +148,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if isinstance(end, AdviceGiven) or end.code not in (None, 0):
                 raise
         fail(f"the script ended before the {STEPS + 1} steps of DistributedDataParallel that --advise takes")
+    if options.collectives:
+        with compressed_collectives(options.collectives, options.call) as found:
+            try:
+                _run_script(options)
+            finally:
+                if os.environ.get("RANK", "0") == "0":
+                    print(found.report(), file=sys.stderr, flush=True)
+        return
     reports = options.hook != NONE
     with compressed(options.hook, options.start, options.measure) as made:
         try:
@@ -178,7 +204,7 @@ def options() -> argparse.ArgumentParser:
     theirs._optionals.title = "options of torchrun"
     return argparse.ArgumentParser(
         prog="gradwire run",
-        usage="gradwire run (--hook NAME | --advise) [options] [options of torchrun] script ...",
+        usage="gradwire run (--hook NAME | --collectives WIRE | --advise) [options] [options of torchrun] script ...",
         description="torchrun, with compressed gradients for an unchanged script of DDP, FSDP2 or HSDP.",
         allow_abbrev=False,
         add_help=False,
@@ -191,6 +217,8 @@ def launch(arguments: Sequence[str]) -> None:
     parser = options()
     given = parser.parse_args(arguments)
     own = ["--hook", given.hook] if given.hook is not None else ["--advise"] if given.advise else []
+    own += ["--collectives", given.collectives] if given.collectives else []
+    own += [part for call in given.call for part in ("--call", call)]
     _take_variable(parser, given, given.training_script_args)
     if given.no_python:
         parser.error("--no-python starts a program that is not a Python script; gradwire run needs a script")
