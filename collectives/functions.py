@@ -216,7 +216,10 @@ def _begin(group: dist.ProcessGroup, op: Any, tensors: Sequence[Tensor]) -> Call
     calls = calls_on(connections_of(group))
     calls.count += 1
     if not is_mean_or_sum(op):
-        raise ValueError(f"op is {op}; expected ReduceOp.AVG or ReduceOp.SUM.")
+        remedy = f" Pass wire={op!r}." if isinstance(op, str) and op in WIRE_FORMATS else ""
+        raise ValueError(f"op is {op!r}; expected ReduceOp.AVG or ReduceOp.SUM.{remedy}")
+    if isinstance(tensors, Tensor):
+        raise TypeError("Got one tensor; expected a list of tensors. Call all_reduce for one tensor.")
     if not tensors:
         raise ValueError("There are no tensors to reduce.")
     for tensor in tensors:

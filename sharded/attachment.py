@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from gradwire.algorithms.policy import wire_name
@@ -193,6 +194,7 @@ def attach(
         if (drop := getattr(model, "_drop_hook_from_environment", None)) is not None:  # gradwire's class
             drop(f"the script attaches {NONE!r}")
         return Attachment(None, "nothing is compressed")
+    _check_model(model)
     if isinstance(state, str):
         state, hook, within = _named(model, state, hook, within, options)
     elif options:
@@ -209,12 +211,13 @@ def attach(
     if isinstance(model, TorchDDP):
         if within is not None:
             raise ValueError("within has no effect on a DistributedDataParallel, which has no shards. Leave it out.")
+        _check_has_no_hook(model)
         model.register_comm_hook(state, cast("CommHook", hook))
         return _ddp_attachment(model, state, cast("CommHook", hook))
     groups = list(parameter_groups(model))
     replicated = [group for group in groups if group.replicas is not None]
     scattered = [group for group in groups if group.shards is not None]
-    _check_groups(model, groups, averages, within)
+    _check_groups(groups, averages, within)
     check_patterns(scatter, [name for group in groups for name in group.parameters], "within")
     if averages and isinstance(state, HookState):
         names = [name for group in replicated for name in group.parameters]
@@ -240,6 +243,14 @@ def attach(
     if plain:
         report.append(f"plain: {', '.join(plain)}")
     return Attachment(state, "; ".join(report), model, groups, exchange)
+
+
+def _check_has_no_hook(model: TorchDDP) -> None:
+    if model._comm_hooks and getattr(model, "_hook_from_environment", None) is None and not model.mixed_precision:
+        raise RuntimeError(
+            f"This {type(model).__name__} has a hook, {name_of(model._comm_hooks[0][0])}: hooks can only be attached "
+            "once. To change the hook, wrap the model again."
+        )
 
 
 def _ddp_attachment(model: TorchDDP, state: Any, hook: Callable[..., Any]) -> Attachment:
@@ -306,13 +317,23 @@ def _reduce_scatter_options(within: object) -> ReduceScatterOptions | None:
     return ReduceScatterOptions(wire=wire, use_error_feedback=False)
 
 
-def _check_groups(model: nn.Module, groups: Sequence[ParameterGroup], averages: bool, within: object) -> None:
-    if not groups:
-        raise TypeError(
-            f"attach was given a {type(model).__name__}; expected a DistributedDataParallel, or a model after "
-            "fully_shard(model) or replicate(model). FSDP1 (FullyShardedDataParallel) takes a compressed process "
-            "group instead: process_group=gradwire.collectives.compressed_group()."
-        )
+def _check_model(model: object) -> None:
+    if isinstance(model, TorchDDP) or (isinstance(model, nn.Module) and any(parameter_groups(model))):
+        return
+    remedy = "Wrap the module first: model = gradwire.DistributedDataParallel(module)."
+    if not isinstance(model, nn.Module):
+        remedy = "Pass the model first, then the name of a hook: attach(model, 'int4')."
+    elif isinstance(model, FullyShardedDataParallel):
+        remedy = "FSDP1 takes a process group: process_group=gradwire.collectives.compressed_group()."
+    elif type(model).__name__.startswith("DDP"):  # the older `replicate` renames the class
+        remedy = "Import replicate from torch.distributed._composable.replicate_with_fsdp."
+    raise TypeError(
+        f"attach was given {described(model)}; expected a DistributedDataParallel, or a model after "
+        f"fully_shard(model) or replicate(model). {remedy}"
+    )
+
+
+def _check_groups(groups: Sequence[ParameterGroup], averages: bool, within: object) -> None:
     replicas = [group.replicas for group in groups if group.replicas is not None]
     if averages and not replicas:
         raise NotImplementedError(

@@ -178,6 +178,19 @@ def test_names_of_memory_stand_for_one_tensor_each():
 
 
 @on_ranks(2)
+def test_wrong_arguments_are_refused_with_the_remedy():
+    tensor = tensors_of(0)[0]
+    with pytest.raises(ValueError, match=r"op is 'int8'; expected .* Pass wire='int8'\."):
+        all_reduce(tensor, "int8")
+    with pytest.raises(RuntimeError, match=r"Call resynchronize\(\) of .* or of gradwire\.collectives"):
+        all_reduce(tensor)
+    collectives.resynchronize()
+    with pytest.raises(TypeError, match="Got one tensor; expected a list of tensors"):
+        all_reduce_coalesced(tensor)
+    collectives.resynchronize()
+
+
+@on_ranks(2)
 def test_memory_survives_an_error_and_goes_on_with_equal_bits():
     memory = Memory()
     for step in range(3):
