@@ -188,13 +188,14 @@ def attach(
     if state is None and hook is None and within is None and not options:
         if isinstance(model, TorchDDP) and getattr(model, "_hook_from_environment", None) is not None:
             hook, state = model._comm_hooks[0]  # gradwire's class has taken it already
-            return _ddp_attachment(model, state, hook)
+            return _ddp_attachment(model, state, hook, f"{model._hook_from_environment}: ")
         state = _name_from_environment(model)
     if state == NONE:
         if (drop := getattr(model, "_drop_hook_from_environment", None)) is not None:  # gradwire's class
             drop(f"the script attaches {NONE!r}")
         return Attachment(None, "nothing is compressed")
     _check_model(model)
+    name = f"{state}: " if isinstance(state, str) else ""
     if isinstance(state, str):
         state, hook, within = _named(model, state, hook, within, options)
     elif options:
@@ -213,7 +214,7 @@ def attach(
             raise ValueError("within has no effect on a DistributedDataParallel, which has no shards. Leave it out.")
         _check_has_no_hook(model)
         model.register_comm_hook(state, cast("CommHook", hook))
-        return _ddp_attachment(model, state, cast("CommHook", hook))
+        return _ddp_attachment(model, state, cast("CommHook", hook), name)
     groups = list(parameter_groups(model))
     replicated = [group for group in groups if group.replicas is not None]
     scattered = [group for group in groups if group.shards is not None]
@@ -232,7 +233,7 @@ def attach(
         assert hook is not None and replicas is not None
         state = in_group(state, hook, replicas)
         line = _attach_average(replicated, state, hook, exchange)
-        report.append(f"{line} between {replicas.size()} replicas")
+        report.append(f"{name}{line} between {replicas.size()} replicas")
     if scatter is not None:
         report.append(_attach_scatter(scattered, scatter, exchange))
     plain = ["the reduce-scatter"] if scattered and scatter is None else []
@@ -253,8 +254,8 @@ def _check_has_no_hook(model: TorchDDP) -> None:
         )
 
 
-def _ddp_attachment(model: TorchDDP, state: Any, hook: Callable[..., Any]) -> Attachment:
-    return Attachment(state, f"{name_of(hook)} compresses the all-reduce of {type(model).__name__}")
+def _ddp_attachment(model: TorchDDP, state: Any, hook: Callable[..., Any], name: str) -> Attachment:
+    return Attachment(state, f"{name}{name_of(hook)} compresses the all-reduce of {type(model).__name__}")
 
 
 def _name_from_environment(model: nn.Module) -> str:

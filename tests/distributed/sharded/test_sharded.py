@@ -327,7 +327,9 @@ def test_attach_takes_names_of_hooks():
     ddp = gradwire.DistributedDataParallel(nn.Linear(8, 8))
     attachment = gradwire.attach(ddp, "int4-no-feedback", exempt=["*.bias"])
     assert repr(attachment.state) == repr(QuantizationState(wire="int4", use_error_feedback=False, exempt=["*.bias"]))
-    assert "quantization_hook compresses the all-reduce" in attachment.report
+    assert (
+        attachment.report == "int4-no-feedback: quantization_hook compresses the all-reduce of DistributedDataParallel"
+    )
     assert gradwire.attach(sharded("fsdp"), "fp8").report == gradwire.attach(sharded("fsdp"), within="fp8_e4m3").report
     assert "plain: the all-reduce" not in gradwire.attach(sharded("replicate"), "powersgd-r2").report
     assert gradwire.attach(nn.Linear(2, 2), "none").report == "nothing is compressed"
