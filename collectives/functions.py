@@ -79,7 +79,7 @@ def all_reduce(
         op: ReduceOp.AVG or SUM.
         group: the ranks; None for the default group.
         async_op: whether to return at once.
-        wire: "fp32", "bf16", "fp16", "int8", "fp8", "int6", "int4", "int2" or "sign". Those below 6 bits need memory.
+        wire: "fp32", "bf16", "fp16", "int8", "fp8", "int6", "int4", "int2" or "sign". Below 6 bits, pass memory.
         memory: an entry of a `Memory`, which keeps what the format loses for the next call; None: it is lost.
 
     Returns:
