@@ -79,7 +79,7 @@ def all_reduce(
         op: ReduceOp.AVG or SUM.
         group: the ranks; None for the default group.
         async_op: whether to return at once.
-        wire: "fp32", "bf16", "fp16", "int8", "fp8", "int6", "int4", "int2" or "sign". Those below 6 bits need memory.
+        wire: "fp32", "bf16", "fp16", "int8", "fp8", "int6", "int4", "int2" or "sign". Below 6 bits, pass memory.
         memory: an entry of a `Memory`, which keeps what the format loses for the next call; None: it is lost.
 
     Returns:
@@ -88,8 +88,8 @@ def all_reduce(
     Raises:
         TypeError: ``tensor`` is not a dense floating-point tensor, or ``memory`` is not an entry.
         ValueError: the operation or the wire is unknown.
-        RuntimeError: the ranks pass different shapes, dtypes or wires, or a rank has failed. Every rank raises.
-            Nothing is modified. After that, call `resynchronize`.
+        RuntimeError: the ranks pass different shapes, dtypes, wires or operations, or a rank has failed. Every rank
+            raises. Nothing is modified. After that, call `resynchronize`.
 
     Examples:
         >>> for parameter in model.parameters():
@@ -166,7 +166,7 @@ def reduce_scatter_tensor(
             )
         target, source = output.detach().view(-1), input.detach().view(-1)
         connections = connections_of(group)
-        key = wire, source.numel(), source.dtype, source.device
+        key = calls.op, wire, source.numel(), source.dtype, source.device
         if key not in calls.scatters:
             calls.compare(group, {"reduce-scatter": "", **facts_of([source], wire)})
         executor = connections.executor(source.device)
@@ -216,7 +216,11 @@ def _begin(group: dist.ProcessGroup, op: Any, tensors: Sequence[Tensor]) -> Call
     calls = calls_on(connections_of(group))
     calls.count += 1
     if not is_mean_or_sum(op):
-        raise ValueError(f"op is {op}; expected ReduceOp.AVG or ReduceOp.SUM.")
+        remedy = f" Pass wire={op!r}." if isinstance(op, str) and op in WIRE_FORMATS else ""
+        raise ValueError(f"op is {op!r}; expected ReduceOp.AVG or ReduceOp.SUM.{remedy}")
+    calls.op = "SUM" if op == SUM else "AVG"
+    if isinstance(tensors, Tensor):
+        raise TypeError("Got one tensor; expected a list of tensors. Call all_reduce for one tensor.")
     if not tensors:
         raise ValueError("There are no tensors to reduce.")
     for tensor in tensors:

@@ -13,6 +13,7 @@ from gradwire.algorithms._validation import check_choice, check_whole_number
 from gradwire.algorithms.policy import wire_name
 from gradwire.collectives.functions import AVG, SUM, all_reduce, is_mean_or_sum, reduce_scatter_tensor
 from gradwire.comm.torch_internals import default_group
+from gradwire.hooks._decorators import check_process_group
 
 BACKEND = "gradwire"
 STATELESS = ("int8", "fp8", "int6", "bf16", "fp16")  # formats that need no error memory
@@ -124,6 +125,7 @@ def compressed_group(
         The group; its ``compressed`` and ``passed`` count bytes by operation.
 
     Raises:
+        TypeError: ``group`` is not a process group.
         ValueError: ``wire`` is none of these, or ``min_numel`` no positive whole number.
 
     Examples:
@@ -133,6 +135,7 @@ def compressed_group(
     wire = wire_name("wire", wire)
     check_choice("wire", wire, STATELESS, hint="Formats with error memory need names: call all_reduce with memory.")
     check_whole_number("min_numel", min_numel, "a whole number of elements, at least 1", 1)
+    check_process_group(group, "group", f" Pass wire={group!r}." if isinstance(group, str) else "")
     group = group or default_group()
     if BACKEND.upper() not in dir(dist.Backend):
         dist.Backend.register_backend(BACKEND, _create, devices=["cpu", "cuda"])

@@ -108,12 +108,13 @@ class Calls:
 
     Attributes:
         count: number of calls so far.
-        places: places of all-reduces without memory, by wire and layouts, the latest last.
-        scatters: buckets of reduce-scatters, by wire and size.
+        op: the operation of the latest call, "AVG" or "SUM".
+        places: places of all-reduces without memory, by operation, wire and layouts, the latest last.
+        scatters: buckets of reduce-scatters, by operation, wire and size.
     """
 
     def __init__(self, connections: Connections) -> None:
-        self.count, self._number = 0, connections.new_reducer(self)
+        self.count, self.op, self._number = 0, "AVG", connections.new_reducer(self)
         self.places: OrderedDict[object, Place] = OrderedDict()
         self.scatters: dict[object, ScatterBucket] = {}
 
@@ -125,7 +126,7 @@ class Calls:
 
     def compare(self, group: dist.ProcessGroup, facts: Mapping[str, object]) -> None:
         """Raise RuntimeError on every rank unless all make this call, with equal facts. For a call of a new kind."""
-        settings = {name: str(fact) for name, fact in facts.items()}
+        settings = {name: str(fact) for name, fact in {"op": self.op, **facts}.items()}
         compare_settings(group, {"hook": f"call {self.count} of gradwire.collectives", **settings}, False, self._number)
 
     def check(self, connections: Connections, call: int) -> None:
@@ -134,7 +135,7 @@ class Calls:
         told = connections.announced(self._number, "hook") or ""
         if f" call {call} of " in told:
             raise RuntimeError(
-                f"{told}, with a tensor or a wire that is new, and rank {dist.get_rank()} with known ones."
+                f"{told}, with a tensor, wire or operation that is new, and rank {dist.get_rank()} with known ones."
             )
 
 
@@ -161,7 +162,7 @@ def layout_key(tensors: Sequence[Tensor]) -> tuple[object, ...]:
 
 def stateless_place(tensors: Sequence[Tensor], wire: str, group: dist.ProcessGroup, calls: Calls) -> Place:
     """The place of calls without memory; made at the first call, on every rank."""
-    places, key = calls.places, (wire, layout_key(tensors))
+    places, key = calls.places, (calls.op, wire, layout_key(tensors))
     if key not in places:
         named = named_wire(wire)
         calls.compare(group, facts_of(tensors, wire))

@@ -54,8 +54,8 @@ BACKWARD = "backward"  # the purpose of collectives of a backward that no execut
 NOTICE = "failure"  # store key under which a rank announces that it leaves, and why
 ADVICE = (
     "No more gradients are exchanged until all ranks are resynchronized. Do not apply the gradients of this step. "
-    "Call resynchronize() of the DistributedDataParallel or of the Attachment on every rank, or restart from a "
-    "checkpoint."
+    "Call resynchronize() of the DistributedDataParallel, of the Attachment or of gradwire.collectives on every rank, "
+    "or restart from a checkpoint."
 )
 
 

@@ -92,7 +92,11 @@ def hook_named(name: str) -> NamedHook:
         return NamedHook(QuantizationState, quantization_hook, options, "start_iter")
     if found := _POWERSGD.fullmatch(name):
         return _low_rank(found)
-    nearest = closest(name.lower(), [*_CASTS, *QUANTIZED, *_EXAMPLES])
+    rank = re.search(r"r([1-9]\d*)", name)
+    own = [f"powersgd-r{rank[1]}", f"powersgd-r{rank[1]}-int8"] if rank else []
+    lower = name.lower()
+    short = lower.removesuffix("-no-feedback")
+    nearest = short if short in _CASTS else closest(lower, [*_CASTS, *QUANTIZED, *own, *_EXAMPLES])
     meant = "" if nearest is None else f"Did you mean {nearest!r}? "
     raise ValueError(
         f"There is no hook {name!r}. {meant}Hooks: {', '.join([*_CASTS, *QUANTIZED])}, and powersgd-rN with a rank N, "

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from gradwire.algorithms.policy import wire_name
@@ -187,12 +188,14 @@ def attach(
     if state is None and hook is None and within is None and not options:
         if isinstance(model, TorchDDP) and getattr(model, "_hook_from_environment", None) is not None:
             hook, state = model._comm_hooks[0]  # gradwire's class has taken it already
-            return _ddp_attachment(model, state, hook)
+            return _ddp_attachment(model, state, hook, f"{model._hook_from_environment}: ")
         state = _name_from_environment(model)
     if state == NONE:
         if (drop := getattr(model, "_drop_hook_from_environment", None)) is not None:  # gradwire's class
             drop(f"the script attaches {NONE!r}")
         return Attachment(None, "nothing is compressed")
+    _check_model(model)
+    name = f"{state}: " if isinstance(state, str) else ""
     if isinstance(state, str):
         state, hook, within = _named(model, state, hook, within, options)
     elif options:
@@ -209,12 +212,13 @@ def attach(
     if isinstance(model, TorchDDP):
         if within is not None:
             raise ValueError("within has no effect on a DistributedDataParallel, which has no shards. Leave it out.")
+        _check_has_no_hook(model)
         model.register_comm_hook(state, cast("CommHook", hook))
-        return _ddp_attachment(model, state, cast("CommHook", hook))
+        return _ddp_attachment(model, state, cast("CommHook", hook), name)
     groups = list(parameter_groups(model))
     replicated = [group for group in groups if group.replicas is not None]
     scattered = [group for group in groups if group.shards is not None]
-    _check_groups(model, groups, averages, within)
+    _check_groups(groups, averages, within)
     check_patterns(scatter, [name for group in groups for name in group.parameters], "within")
     if averages and isinstance(state, HookState):
         names = [name for group in replicated for name in group.parameters]
@@ -229,7 +233,7 @@ def attach(
         assert hook is not None and replicas is not None
         state = in_group(state, hook, replicas)
         line = _attach_average(replicated, state, hook, exchange)
-        report.append(f"{line} between {replicas.size()} replicas")
+        report.append(f"{name}{line} between {replicas.size()} replicas")
     if scatter is not None:
         report.append(_attach_scatter(scattered, scatter, exchange))
     plain = ["the reduce-scatter"] if scattered and scatter is None else []
@@ -242,8 +246,16 @@ def attach(
     return Attachment(state, "; ".join(report), model, groups, exchange)
 
 
-def _ddp_attachment(model: TorchDDP, state: Any, hook: Callable[..., Any]) -> Attachment:
-    return Attachment(state, f"{name_of(hook)} compresses the all-reduce of {type(model).__name__}")
+def _check_has_no_hook(model: TorchDDP) -> None:
+    if model._comm_hooks and getattr(model, "_hook_from_environment", None) is None and not model.mixed_precision:
+        raise RuntimeError(
+            f"This {type(model).__name__} has a hook, {name_of(model._comm_hooks[0][0])}: hooks can only be attached "
+            "once. To change the hook, wrap the model again."
+        )
+
+
+def _ddp_attachment(model: TorchDDP, state: Any, hook: Callable[..., Any], name: str) -> Attachment:
+    return Attachment(state, f"{name}{name_of(hook)} compresses the all-reduce of {type(model).__name__}")
 
 
 def _name_from_environment(model: nn.Module) -> str:
@@ -306,13 +318,23 @@ def _reduce_scatter_options(within: object) -> ReduceScatterOptions | None:
     return ReduceScatterOptions(wire=wire, use_error_feedback=False)
 
 
-def _check_groups(model: nn.Module, groups: Sequence[ParameterGroup], averages: bool, within: object) -> None:
-    if not groups:
-        raise TypeError(
-            f"attach was given a {type(model).__name__}; expected a DistributedDataParallel, or a model after "
-            "fully_shard(model) or replicate(model). FSDP1 (FullyShardedDataParallel) takes a compressed process "
-            "group instead: process_group=gradwire.collectives.compressed_group()."
-        )
+def _check_model(model: object) -> None:
+    if isinstance(model, TorchDDP) or (isinstance(model, nn.Module) and any(parameter_groups(model))):
+        return
+    remedy = "Wrap the module first: model = gradwire.DistributedDataParallel(module)."
+    if not isinstance(model, nn.Module):
+        remedy = "Pass the model first, then the name of a hook: attach(model, 'int4')."
+    elif isinstance(model, FullyShardedDataParallel):
+        remedy = "FSDP1 takes a process group: process_group=gradwire.collectives.compressed_group()."
+    elif type(model).__name__.startswith("DDP"):  # the older `replicate` renames the class
+        remedy = "Import replicate from torch.distributed._composable.replicate_with_fsdp."
+    raise TypeError(
+        f"attach was given {described(model)}; expected a DistributedDataParallel, or a model after "
+        f"fully_shard(model) or replicate(model). {remedy}"
+    )
+
+
+def _check_groups(groups: Sequence[ParameterGroup], averages: bool, within: object) -> None:
     replicas = [group.replicas for group in groups if group.replicas is not None]
     if averages and not replicas:
         raise NotImplementedError(

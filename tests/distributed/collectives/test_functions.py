@@ -126,7 +126,7 @@ def test_reduce_scatter_writes_the_part_of_this_rank(wire):
         assert_same_bits(source, kept)
 
 
-@pytest.mark.parametrize("problem", ["dtype", "wire", "shape", "known", "operation", "reduce-scatter"])
+@pytest.mark.parametrize("problem", ["dtype", "wire", "shape", "known", "operation", "sum", "reduce-scatter"])
 @on_ranks(2)
 def test_bad_input_on_one_rank_raises_on_all_and_loses_nothing(problem):
     tensors = tensors_of(0)
@@ -141,6 +141,7 @@ def test_bad_input_on_one_rank_raises_on_all_and_loses_nothing(problem):
         "shape": lambda: all_reduce(own[:3], wire="int8"),
         "known": lambda: all_reduce(own[:5], wire="int8"),  # the other rank passes a known tensor
         "operation": lambda: all_reduce(own, dist.ReduceOp.MAX, wire="int8"),
+        "sum": lambda: all_reduce(own, dist.ReduceOp.SUM, wire="int8"),
         "reduce-scatter": lambda: reduce_scatter_tensor(own[:3], own, wire="int8"),
     }[problem]
     good = (
@@ -150,7 +151,11 @@ def test_bad_input_on_one_rank_raises_on_all_and_loses_nothing(problem):
     )
     with pytest.raises((TypeError, ValueError, RuntimeError)) as error:
         bad() if is_bad else good()
-    expected = {"shape": "differ between ranks|is new", "known": "a tensor or a wire that is new"}
+    expected = {
+        "shape": "differ between ranks|is new",
+        "known": "a tensor, wire or operation that is new",
+        "sum": "op: AVG on rank 0; SUM on rank 1|is new",
+    }
     assert is_bad or re.search(expected.get(problem, "failed on rank 1"), str(error.value))
     assert_same_bits(own, tensors[1])
     with pytest.raises(RuntimeError):
@@ -174,6 +179,23 @@ def test_names_of_memory_stand_for_one_tensor_each():
     collectives.resynchronize()
     with pytest.raises(TypeError, match="expected an entry of a Memory"):
         all_reduce(second, wire="int4", memory=memory)
+    collectives.resynchronize()
+
+
+@on_ranks(2)
+def test_wrong_arguments_are_refused_with_the_remedy():
+    tensor = tensors_of(0)[0]
+    with pytest.raises(ValueError, match=r"op is 'int8'; expected .* Pass wire='int8'\."):
+        all_reduce(tensor, "int8")
+    with pytest.raises(RuntimeError, match=r"Call resynchronize\(\) of .* or of gradwire\.collectives"):
+        all_reduce(tensor)
+    collectives.resynchronize()
+    op = [dist.ReduceOp.AVG, dist.ReduceOp.SUM][dist.get_rank()]
+    with pytest.raises(RuntimeError, match="op: AVG on rank 0; SUM on rank 1"):
+        reduce_scatter_tensor(torch.zeros(4), torch.ones(8), op)
+    collectives.resynchronize()
+    with pytest.raises(TypeError, match="Got one tensor; expected a list of tensors"):
+        all_reduce_coalesced(tensor)
     collectives.resynchronize()
 
 

@@ -107,3 +107,5 @@ def test_formats_that_need_memory_and_bad_sizes_are_refused():
         compressed_group(wire="int4")
     with pytest.raises(ValueError, match="min_numel"):
         compressed_group(min_numel=0)
+    with pytest.raises(TypeError, match=r"group is 'int8'; expected .* Pass wire='int8'\."):
+        compressed_group("int8")

@@ -107,7 +107,7 @@ def test_attach_without_a_name_takes_the_hook_of_the_environment():
     for ddp, attachment in zip((ours, theirs), attachments, strict=True):
         assert ddp._comm_hooks == [(quantization_hook, attachment.state)]
         assert repr(attachment.state) == repr(QuantizationState(wire="int4"))
-        assert attachment.report == f"quantization_hook compresses the all-reduce of {type(ddp).__name__}"
+        assert attachment.report == f"int4: quantization_hook compresses the all-reduce of {type(ddp).__name__}"
     with environment("none"):
         assert gradwire.attach(wrapped("pytorch")).report == "nothing is compressed"
     with environment(None):

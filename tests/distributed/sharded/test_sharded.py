@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import checkpoint
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import gradwire
@@ -326,15 +327,33 @@ def test_attach_takes_names_of_hooks():
     ddp = gradwire.DistributedDataParallel(nn.Linear(8, 8))
     attachment = gradwire.attach(ddp, "int4-no-feedback", exempt=["*.bias"])
     assert repr(attachment.state) == repr(QuantizationState(wire="int4", use_error_feedback=False, exempt=["*.bias"]))
-    assert "quantization_hook compresses the all-reduce" in attachment.report
+    assert (
+        attachment.report == "int4-no-feedback: quantization_hook compresses the all-reduce of DistributedDataParallel"
+    )
     assert gradwire.attach(sharded("fsdp"), "fp8").report == gradwire.attach(sharded("fsdp"), within="fp8_e4m3").report
     assert "plain: the all-reduce" not in gradwire.attach(sharded("replicate"), "powersgd-r2").report
     assert gradwire.attach(nn.Linear(2, 2), "none").report == "nothing is compressed"
     assert "Did you mean 'int4'?" in message_of(gradwire.attach, ddp, "int-4")
+    assert "has a hook, quantization_hook: hooks can only be attached once" in message_of(gradwire.attach, ddp, "int8")
     assert "got the name 'int4' and a hook" in message_of(gradwire.attach, ddp, "int4", allreduce_hook)
     assert "an option of a state" in message_of(gradwire.attach, ddp, QuantizationState(), exempt=["*.bias"])
     assert "attach(model, 'int4', exempt=...)" in message_of(gradwire.attach, ddp, exempt=["*.bias"])
     assert "fully_shard over a 1-D mesh" in message_of(gradwire.attach, sharded("fsdp"), "powersgd-r2")
+
+
+@on_ranks(2)
+def test_attach_refuses_what_is_no_wrapped_model_with_the_remedy():
+    module = nn.Linear(2, 2)
+    remedies = {
+        "was given an object of type Linear; expected a Dist": module,
+        "Wrap the module first: model = gradwire.DistributedDataParallel(module).": module,
+        "Pass the model first": torch.optim.SGD(module.parameters(), lr=0.1),
+        "was given 'int4'; expected": "int4",
+        "Import replicate from torch.distributed._composable.replicate_with_fsdp.": replicate(nn.Linear(2, 2)),
+    }
+    for remedy, model in remedies.items():
+        kind, text = error_of(gradwire.attach, model, "int4")
+        assert kind == "TypeError" and remedy in text
 
 
 @on_ranks(4)
