@@ -127,7 +127,9 @@ class Calls:
     def compare(self, group: dist.ProcessGroup, facts: Mapping[str, object]) -> None:
         """Raise RuntimeError on every rank unless all make this call, with equal facts. For a call of a new kind."""
         settings = {name: str(fact) for name, fact in {"op": self.op, **facts}.items()}
-        compare_settings(group, {"hook": f"call {self.count} of gradwire.collectives", **settings}, False, self._number)
+        settings = {"hook": f"call {self.count} of gradwire.collectives", **settings}
+        remedy = "Make the same calls in the same order on every rank, then resynchronize."
+        compare_settings(group, settings, False, self._number, "Calls of gradwire.collectives", remedy)
 
     def check(self, connections: Connections, call: int) -> None:
         """Raise RuntimeError if a rank has left, or compares another call of this number."""

@@ -162,11 +162,19 @@ def _hash_bytes(hashed: blake2b, tensor: torch.Tensor) -> None:
         hashed.update((ctypes.c_char * here.nbytes).from_address(here.data_ptr()))
 
 
-def compare_settings(group: dist.ProcessGroup, settings: Mapping[str, str], again: bool, model_number: int = 0) -> None:
+def compare_settings(
+    group: dist.ProcessGroup,
+    settings: Mapping[str, str],
+    again: bool,
+    model_number: int = 0,
+    subject: str = "Communication hooks",
+    remedy: str = _REMEDY,
+) -> None:
     """Raise RuntimeError on every rank unless the settings, with the name of the ``hook``, are equal on all.
 
     While a rank waits, it announces that it has a hook: a rank without one waits in its all-reduce, and then raises.
-    ``again``: whether the ranks have compared settings before, and do not wait long for each other.
+    ``again``: whether the ranks have compared settings before, and do not wait long for each other. ``subject`` and
+    ``remedy`` begin and end the error.
     """
     connections, facts = connections_of(group), {"gradwire": __version__, **settings}
     has_told = False
@@ -179,7 +187,8 @@ def compare_settings(group: dist.ProcessGroup, settings: Mapping[str, str], agai
             has_told = True
 
     try:
-        _compare_through_store(group, facts, again, check)
+        if lines := _compare_through_store(group, facts, again, check):
+            raise RuntimeError(f"{subject} differ between ranks:{lines}\n{_UNCHANGED} {remedy}")
     finally:
         if has_told:
             connections.announce(model_number, "hook", "")
@@ -187,7 +196,8 @@ def compare_settings(group: dist.ProcessGroup, settings: Mapping[str, str], agai
 
 def _compare_through_store(
     group: dist.ProcessGroup, facts: dict[str, str], again: bool, check: Callable[[], None]
-) -> None:
+) -> str:
+    """The differences, one in a line; empty without any. Raises RuntimeError if a rank does not join."""
     text = json.dumps(facts, sort_keys=True)
     timeout = min(AGAIN_TIMEOUT, collective_timeout(group) / 2) if again else collective_timeout(group)
     try:
@@ -200,11 +210,10 @@ def _compare_through_store(
         )
         raise RuntimeError(f"{problem} {format_ranks(error.ranks)} within {timeout}. {_UNCHANGED} {_REMEDY}") from error
     if len(set(digests)) == 1:
-        return
+        return ""
     purpose = f"{_PURPOSE}, after a mismatch"
     facts_by_rank = [json.loads(each) for each in store_all_gather(group, purpose, text, check=check)]
-    lines = format_differences(facts_by_rank, dist.get_process_group_ranks(group))
-    raise RuntimeError(f"Communication hooks differ between ranks:{lines}\n{_UNCHANGED} {_REMEDY}")
+    return format_differences(facts_by_rank, dist.get_process_group_ranks(group))
 
 
 def _chosen_group(bucket: Bucket, chosen: dist.ProcessGroup) -> dist.ProcessGroup:

@@ -338,8 +338,9 @@ def _check_groups(groups: Sequence[ParameterGroup], averages: bool, within: obje
     replicas = [group.replicas for group in groups if group.replicas is not None]
     if averages and not replicas:
         raise NotImplementedError(
-            "This model is sharded by fully_shard over a 1-D mesh, so nothing is averaged between replicas. Pass "
-            "attach(model, within='bf16') for the reduce-scatter, or shard over a 2-D mesh (replicate, shard) whose "
+            "This model is sharded by fully_shard over a 1-D mesh, so nothing is averaged between replicas. "
+            "States, their options and hooks that are no wire formats compress that average only. Name a wire format "
+            "for the reduce-scatter, as in attach(model, 'bf16'), or shard over a 2-D mesh (replicate, shard) whose "
             "shards share fast links."
         )
     if within is not None and all(group.shards is None for group in groups):

@@ -301,7 +301,7 @@ def test_attach_refuses_models_without_replicas_and_a_second_hook():
     fully_shard(module)
     kind, text = error_of(gradwire.attach, module, None, allreduce_hook)
     assert kind == "NotImplementedError"
-    assert "attach(model, within='bf16')" in text
+    assert "attach(model, 'bf16')" in text
     assert "no shards" in message_of(gradwire.attach, sharded("replicate"), within="bf16")
     message = message_of(gradwire.attach, module, within="int5")
     assert "within is 'int5'; expected 'int8', " in message and "'fp32' or gradwire.sharded.ReduceScatter" in message
