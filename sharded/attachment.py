@@ -324,7 +324,7 @@ def _check_model(model: object) -> None:
     remedy = "Wrap the module first: model = gradwire.DistributedDataParallel(module)."
     if not isinstance(model, nn.Module):
         remedy = "Pass the model first, then the name of a hook: attach(model, 'int4')."
-    elif isinstance(model, FullyShardedDataParallel):
+    elif any(isinstance(each, FullyShardedDataParallel) for each in model.modules()):
         remedy = "FSDP1 takes a process group: process_group=gradwire.collectives.compressed_group()."
     elif type(model).__name__.startswith("DDP"):  # the older `replicate` renames the class
         remedy = "Import replicate from torch.distributed._composable.replicate_with_fsdp."
