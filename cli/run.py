@@ -22,7 +22,7 @@ from gradwire.cli.run_collectives import compressed_collectives
 from gradwire.cli.run_comparison import LEAST_STEPS, STRETCH
 from gradwire.cli.run_compression import AUTO, Compression, compressed
 from gradwire.cli.run_report import report
-from gradwire.collectives.group import STATELESS
+from gradwire.collectives.group import WITHOUT_MEMORY
 from gradwire.hooks._by_name import NONE, VARIABLE, hook_named, name_from_environment
 from gradwire.planner.model_probe import STEPS
 
@@ -47,10 +47,10 @@ def _own_options() -> argparse.ArgumentParser:
     )
     what.add_argument(
         "--collectives",
-        choices=STATELESS,
+        choices=WITHOUT_MEMORY,
         metavar="WIRE",
         help="for scripts without DDP and FSDP2: send large gradients of dist.all_reduce and "
-        f"dist.reduce_scatter_tensor in this format, one of {', '.join(STATELESS)}",
+        f"dist.reduce_scatter_tensor in this format, one of {', '.join(WITHOUT_MEMORY)}",
     )
     parser.add_argument(
         "--call",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -169,12 +170,12 @@ def reduce_scatter_tensor(
         key = calls.op, wire, source.numel(), source.dtype, source.device
         if key not in calls.scatters:
             calls.compare(group, {"reduce-scatter": "", **facts_of([source], wire)})
-        executor = connections.executor(source.device)
-        if key not in calls.scatters:
+            transport = connections.executor(source.device).transport
             formats, options = [WIRE_FORMATS[wire_name("wire", wire)]], Quantization(error_dtype=None)
             calls.scatters[key] = ScatterBucket(
-                [target.numel()], formats, ["input"], source.dtype, source.device, executor.transport, options
+                [target.numel()], formats, ["input"], source.dtype, source.device, transport, options
             )
+        executor = connections.executor(source.device)
         bucket, scale = calls.scatters[key], 1.0 if op == SUM else 1 / group.size()
         future = executor.submit(
             Task(
@@ -237,18 +238,16 @@ def _begin(group: dist.ProcessGroup, op: Any, tensors: Sequence[Tensor]) -> Call
     return calls
 
 
-class _leaving_on_error:
-    """Lets the other ranks raise, too, if this one cannot take part."""
-
-    def __init__(self, group: dist.ProcessGroup, call: str) -> None:
-        self._group, self._call = group, call
-
-    def __enter__(self) -> None:
-        connections_of(self._group).check()
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if error is not None:
-            connections_of(self._group).fail(f"{self._call} failed on rank {dist.get_rank()}: {error}")
+@contextmanager
+def _leaving_on_error(group: dist.ProcessGroup, call: str) -> Iterator[None]:
+    """Let the other ranks raise, too, if this one cannot take part."""
+    connections = connections_of(group)
+    connections.check()
+    try:
+        yield
+    except BaseException as error:
+        connections.fail(f"{call} failed on rank {dist.get_rank()}: {error}")
+        raise
 
 
 def _result(work: CompressedWork, async_op: bool) -> dist.Work | None:

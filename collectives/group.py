@@ -16,7 +16,7 @@ from gradwire.comm.torch_internals import default_group
 from gradwire.hooks._decorators import check_process_group
 
 BACKEND = "gradwire"
-STATELESS = ("int8", "fp8", "int6", "bf16", "fp16")  # formats that need no error memory
+WITHOUT_MEMORY = ("int8", "fp8", "int6", "bf16", "fp16")  # formats that need no error memory
 MIN_NUMEL = 65_536
 # The methods of a process group that are passed on as they are.
 PASSED = (
@@ -133,7 +133,9 @@ def compressed_group(
         >>> model = FullyShardedDataParallel(model, process_group=group)
     """
     wire = wire_name("wire", wire)
-    check_choice("wire", wire, STATELESS, hint="Formats with error memory need names: call all_reduce with memory.")
+    check_choice(
+        "wire", wire, WITHOUT_MEMORY, hint="Formats with error memory need names: call all_reduce with memory."
+    )
     check_whole_number("min_numel", min_numel, "a whole number of elements, at least 1", 1)
     check_process_group(group, "group", f" Pass wire={group!r}." if isinstance(group, str) else "")
     group = group or default_group()

@@ -14,13 +14,13 @@ from gradwire.collectives.places import Calls, Place, every_tensor, facts_of, la
 class Memory:
     """Error memory for collectives that are called in every step: ``memory=memory["layers.0.weight"]``.
 
-    What the wire format loses of a tensor is added to the tensor of the same name in the next call. Names are those of
-    one process group; a name stands for one tensor, and a tuple of names, as in ``memory["weight", "bias"]``, for the
+    The rounding error of a call is added to the tensor of the same name in the next call. A memory serves one process
+    group. A name stands for one tensor, and a tuple of names, as in ``memory["weight", "bias"]``, for the
     list of `all_reduce_coalesced`.
 
     Args:
-        options: options of the hook's state, such as ``error_dtype`` or ``block_size``; see `QuantizationState` and
-            `PowerSGDState`.
+        options: options of the hook's state, such as ``error_dtype`` or ``block_size``; see
+            `QuantizationState`.
 
     Examples:
         >>> memory = gradwire.collectives.Memory()

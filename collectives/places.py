@@ -15,7 +15,7 @@ from torch.futures import Future
 from gradwire.algorithms import Gradients, ScatterBucket
 from gradwire.algorithms.policy import wire_name
 from gradwire.comm import Connections, Transport
-from gradwire.hooks._bucket import BucketWork, OwnBucket
+from gradwire.hooks._bucket import BucketWork, OwnBucket, layout_without_memory
 from gradwire.hooks._by_name import NamedHook, hook_named
 from gradwire.hooks._handshake import compare_settings
 from gradwire.hooks.hook_state import HookState
@@ -40,7 +40,8 @@ class TensorBucket(OwnBucket):
     """Dense tensors of one dtype, as the bucket of a hook, which reads and writes them in place."""
 
     def __init__(self, tensors: Sequence[Tensor], names: Sequence[str], group: dist.ProcessGroup) -> None:
-        self._parameters, self._names = [_layout(tensor) for tensor in tensors], list(names)
+        self._parameters = [layout_without_memory(t.shape, t.stride(), t.dtype, t.device) for t in tensors]
+        self._names = list(names)
         self._table = SegmentTable(self._parameters)
         self.position, self.is_first, self.is_final, self.zero_copy = 0, True, True, True
         self.device, self.dtype, self.process_group = tensors[0].device, tensors[0].dtype.to_real(), group
@@ -61,13 +62,6 @@ class TensorBucket(OwnBucket):
     def empty_buffer(self) -> Tensor:
         """A flat tensor for the mean."""
         return torch.empty(self._table.numel, dtype=self._parameters[0].dtype, device=self.device)
-
-
-def _layout(tensor: Tensor) -> Tensor:
-    """A tensor without memory in the layout of another one."""
-    layout = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    layout.untyped_storage().resize_(0)
-    return layout
 
 
 class Place:
@@ -152,13 +146,13 @@ def calls_on(connections: Connections) -> Calls:
 
 
 def facts_of(tensors: Sequence[Tensor], wire: str) -> dict[str, object]:
-    """What calls of one place have in common on all ranks, for `Calls.compare`."""
+    """The facts that must be equal on all ranks, for `Calls.compare`."""
     shapes = {f"shape of tensor {i}": tuple(tensor.shape) for i, tensor in enumerate(tensors)}
     return {"wire": wire, "dtype": tensors[0].dtype, "device": tensors[0].device.type, **shapes}
 
 
 def layout_key(tensors: Sequence[Tensor]) -> tuple[object, ...]:
-    """What calls of one place have in common on this rank."""
+    """The key of a place on this rank: its tensors have this dtype, device, shapes and strides."""
     return (tensors[0].dtype, tensors[0].device, *((tensor.shape, tensor.stride()) for tensor in tensors))
 
 

@@ -42,6 +42,15 @@ def tensor_in(value: Any) -> torch.Tensor:
     return tensor
 
 
+def layout_without_memory(
+    size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """A tensor that stands for a parameter, with an identity and a layout but no memory."""
+    layout = torch.empty_strided(size, stride, dtype=dtype, device=device)
+    layout.untyped_storage().resize_(0)
+    return layout
+
+
 class Bucket:
     """A bucket as gradwire's hooks see it.
 

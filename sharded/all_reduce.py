@@ -14,7 +14,7 @@ from gradwire.algorithms import Gradients
 from gradwire.comm import Transport, connections_of
 from gradwire.comm.connections import has_streams
 from gradwire.comm.transport import wait_for
-from gradwire.hooks._bucket import BucketWork, OwnBucket, tensor_in
+from gradwire.hooks._bucket import BucketWork, OwnBucket, layout_without_memory, tensor_in
 from gradwire.hooks._decorators import CommHook, is_zero_copy, name_of
 from gradwire.hooks._names import plain_name
 from gradwire.hooks.hook_state import HookState
@@ -29,8 +29,7 @@ def shard_layouts(parameters: Mapping[str, Any], dtype: torch.dtype, device: tor
     for name, parameter in parameters.items():
         size, stride = parameter.sharded_size, parameter.contiguous_sharded_stride
         if size.numel() > 0:  # a shard is empty if dimension 0 has fewer rows than there are shards
-            layouts[name] = torch.empty_strided(size, stride, dtype=dtype, device=device)
-            layouts[name].untyped_storage().resize_(0)
+            layouts[name] = layout_without_memory(size, stride, dtype, device)
     return layouts
 
 
