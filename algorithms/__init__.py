@@ -14,7 +14,7 @@ from gradwire.algorithms.powersgd import (
     powersgd_all_reduce,
 )
 from gradwire.algorithms.quantization import Quantization, QuantizedBucket, quantized_all_reduce
-from gradwire.algorithms.reduce_scatter import ScatterBucket, quantized_reduce_scatter
+from gradwire.algorithms.reduce_scatter import ScatterBucket, quantized_reduce_scatter, start_reduce_scatter
 from gradwire.algorithms.scaled_cast import BucketScale, DelayedScaling, scaled_cast_all_reduce
 from gradwire.algorithms.step import Gradients, Step, is_repeatable, repeatable
 
@@ -41,4 +41,5 @@ __all__ = [
     "repeatable",
     "scaled_cast_all_reduce",
     "sparse_all_reduce",
+    "start_reduce_scatter",
 ]

@@ -18,13 +18,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.futures import Future
 
 from gradwire.algorithms.quantization import Quantization
 from gradwire.algorithms.step import set_counter
-from gradwire.comm.executor import Workspace
+from gradwire.comm.executor import Executor, Task, Workspace
 from gradwire.comm.transport import Transport
 from gradwire.kernels import (
     BlockTable,
@@ -73,6 +75,21 @@ async def quantized_reduce_scatter(
         bucket.copy_shard(section, total.mul_(scale), output)
     if errors is not None and pending is not None:
         bucket.kernels.commit_errors(received, pending, errors)
+
+
+def start_reduce_scatter(
+    bucket: ScatterBucket, gradients: Tensor, output: Tensor, scale: float, iteration: int, executor: Executor
+) -> Future[Any]:
+    """Submit `quantized_reduce_scatter` to an executor. Returns its future."""
+    transport = executor.transport
+    return executor.submit(
+        Task(
+            lambda workspace: quantized_reduce_scatter(
+                bucket, gradients, output, scale, iteration, transport, workspace
+            ),
+            "gradwire::reduce-scatter",
+        )
+    )
 
 
 class ScatterBucket:

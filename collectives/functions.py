@@ -12,11 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from gradwire.algorithms import Quantization, ScatterBucket, quantized_reduce_scatter
-from gradwire.algorithms.policy import wire_name
 from gradwire.collectives.memory import Entry, Memory
-from gradwire.collectives.places import Calls, calls_on, facts_of, named_wire, stateless_place
-from gradwire.comm import Task, connections_of
+from gradwire.collectives.places import AveragePlace, Calls, P, ScatterPlace, calls_on, stateless_place
+from gradwire.comm import connections_of
 from gradwire.comm.connections import ADVICE, may_follow_from_peer
 from gradwire.comm.store_collectives import gather_json
 from gradwire.comm.torch_internals import default_group
@@ -114,13 +112,10 @@ def all_reduce_coalesced(
         return None
     with _leaving_on_error(group, "all_reduce"):
         calls = _begin(group, op, tensors)
-        if memory is not None and not isinstance(memory, Entry):
-            raise TypeError(f"memory is a {type(memory).__name__}; expected an entry of a Memory: memory['name'].")
         tensors = [tensor.detach() for tensor in tensors]
-        make = stateless_place if memory is None else memory.place
-        place = make(tensors, wire, group, calls)
+        place = _place(AveragePlace, tensors, wire, group, calls, memory)
         with torch.no_grad():
-            future = place.average(tensors)
+            future = place.start(tensors)
         connections_of(group).finish()
     size = group.size()
 
@@ -140,16 +135,17 @@ def reduce_scatter_tensor(
     async_op: bool = False,
     *,
     wire: str = "int8",
+    memory: Entry | None = None,
 ) -> dist.Work | None:
     """Write this rank's part of the mean or sum of ``input`` over the ranks into ``output``. A collective call.
 
     Each rank quantizes its ``input`` and sends every rank its part, which sums in fp32. The sum stays on its rank, so
-    it is not rounded again.
+    it is not rounded again. It is the reduce-scatter of `gradwire.attach` with ``within``.
 
     Args:
         output: dense, floating point, contiguous. Overwritten.
         input: contiguous, of the dtype of ``output``, with as many elements for each rank. Not modified.
-        op, group, async_op, wire: as in `all_reduce`.
+        op, group, async_op, wire, memory: as in `all_reduce`.
 
     Raises:
         TypeError, ValueError, RuntimeError: as in `all_reduce`; also if the sizes do not fit.
@@ -159,33 +155,15 @@ def reduce_scatter_tensor(
         return None
     with _leaving_on_error(group, "reduce_scatter_tensor"):
         calls = _begin(group, op, [output, input])
-        named_wire(wire)
         if not (output.is_contiguous() and input.is_contiguous()) or input.numel() != group.size() * output.numel():
             raise ValueError(
                 f"input has {input.numel()} elements and output {output.numel()}; expected contiguous tensors, and "
                 f"{group.size()} times as many elements in input."
             )
         target, source = output.detach().view(-1), input.detach().view(-1)
-        connections = connections_of(group)
-        key = calls.op, wire, source.numel(), source.dtype, source.device
-        if key not in calls.scatters:
-            calls.compare(group, {"reduce-scatter": "", **facts_of([source], wire)})
-            transport = connections.executor(source.device).transport
-            formats, options = [WIRE_FORMATS[wire_name("wire", wire)]], Quantization(error_dtype=None)
-            calls.scatters[key] = ScatterBucket(
-                [target.numel()], formats, ["input"], source.dtype, source.device, transport, options
-            )
-        executor = connections.executor(source.device)
-        bucket, scale = calls.scatters[key], 1.0 if op == SUM else 1 / group.size()
-        future = executor.submit(
-            Task(
-                lambda workspace: quantized_reduce_scatter(
-                    bucket, source, target, scale, 0, executor.transport, workspace
-                ),
-                "gradwire::reduce-scatter",
-            )
-        )
-        connections.finish()
+        place = _place(ScatterPlace, [source], wire, group, calls, memory)
+        future = place.start(source, target, 1.0 if op == SUM else 1 / group.size())
+        connections_of(group).finish()
     return _result(CompressedWork(group, future, lambda _: None), async_op)
 
 
@@ -236,6 +214,17 @@ def _begin(group: dist.ProcessGroup, op: Any, tensors: Sequence[Tensor]) -> Call
                 "expected one dtype and device. Make a call for each."
             )
     return calls
+
+
+def _place(
+    kind: type[P], tensors: Sequence[Tensor], wire: str, group: dist.ProcessGroup, calls: Calls, memory: Entry | None
+) -> P:
+    """The place of these tensors, with or without memory."""
+    if memory is None:
+        return stateless_place(kind, tensors, wire, group, calls)
+    if not isinstance(memory, Entry):
+        raise TypeError(f"memory is a {type(memory).__name__}; expected an entry of a Memory: memory['name'].")
+    return memory.place(kind, tensors, wire, group, calls)
 
 
 @contextmanager

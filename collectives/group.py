@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,58 +28,54 @@ PASSED = (
 )
 
 
+Compress = Callable[..., dist.Work | None]
+
+
 class CompressedGroup(dist.ProcessGroup):
-    """The process group of `compressed_group`.
+    """A process group of the ranks of another one, which compresses reductions and passes on all else.
+
+    Args:
+        group: the plain process group.
+        compress: starts a collective, as ``compress("all_reduce", op, tensor)`` or
+            ``compress("reduce_scatter_tensor", op, output, input)``. It returns the handle, or None to pass it on.
 
     Attributes:
         compressed, passed: bytes of tensors that were compressed, and of those that were passed on, by operation.
     """
 
-    def __init__(self, group: dist.ProcessGroup, wire: str, min_numel: int) -> None:
+    def __init__(self, group: dist.ProcessGroup, compress: Compress) -> None:
         super().__init__(group.rank(), group.size())  # type: ignore[call-arg]
-        self.group, self.wire, self.min_numel = group, wire, min_numel
+        self.group, self.compress = group, compress
         self.compressed: Counter[str] = Counter()
         self.passed: Counter[str] = Counter()
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{name}: {nbytes:,} B" for name, nbytes in self.compressed.items()) or "nothing yet"
-        return f"CompressedGroup({self.wire}, compressed: {counts})"
+        return f"CompressedGroup(compressed: {counts})"
 
     def getBackendName(self) -> str:
         """Name of the backend, for PyTorch's messages."""
         return BACKEND
 
     def allreduce(self, tensors: list[Tensor], options: Any = None) -> dist.Work:  # type: ignore[override]
-        """The all-reduce, compressed if the tensor is large and floating, and the operation is AVG or SUM."""
-        operation = SUM if options is None else options.reduceOp
-        if len(tensors) == 1 and self._is_compressed("all_reduce", tensors[0], operation):
-            work = all_reduce(tensors[0], AVG if operation == AVG else SUM, self.group, True, wire=self.wire)
-            assert work is not None
-            return work
-        return self.group.allreduce(tensors, options) if options is not None else self.group.allreduce(tensors)
+        """The all-reduce of one tensor, compressed if ``compress`` does not pass it on."""
+        (tensor,) = tensors
+        return self._compressed("all_reduce", options, tensor) or self.group.allreduce(tensors, *_given(options))
 
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, options: Any = None) -> dist.Work:
-        operation = SUM if options is None else options.reduceOp
-        fits = output.is_contiguous() and input.is_contiguous()
-        if fits and self._is_compressed("reduce_scatter_tensor", input, operation):
-            kind = AVG if operation == AVG else SUM
-            work = reduce_scatter_tensor(output, input, kind, self.group, True, wire=self.wire)
-            assert work is not None
-            return work
-        return self.group._reduce_scatter_base(output, input, *([] if options is None else [options]))
+        work = self._compressed("reduce_scatter_tensor", options, output, input)
+        return work or self.group._reduce_scatter_base(output, input, *_given(options))
 
     reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]  # its name since torch 2.13
 
-    def _is_compressed(self, name: str, tensor: Tensor, operation: Any) -> bool:
-        """Whether a tensor is compressed; counts its bytes."""
-        is_compressed = (
-            tensor.numel() >= self.min_numel
-            and tensor.layout == torch.strided
-            and tensor.is_floating_point()
-            and is_mean_or_sum(operation)
-        )
-        (self.compressed if is_compressed else self.passed)[name] += tensor.nbytes
-        return is_compressed
+    def _compressed(self, name: str, options: Any, *tensors: Tensor) -> dist.Work | None:
+        work = self.compress(name, SUM if options is None else options.reduceOp, *tensors)
+        (self.passed if work is None else self.compressed)[name] += tensors[-1].nbytes
+        return work
+
+
+def _given(options: Any) -> list[Any]:
+    return [] if options is None else [options]
 
 
 def _passed(name: str) -> Any:
@@ -141,7 +138,16 @@ def compressed_group(
     group = group or default_group()
     if BACKEND.upper() not in dir(dist.Backend):
         dist.Backend.register_backend(BACKEND, _create, devices=["cpu", "cuda"])
-    _asked.append(CompressedGroup(group, wire, min_numel))
+    functions: dict[str, Compress] = {"all_reduce": all_reduce, "reduce_scatter_tensor": reduce_scatter_tensor}
+
+    def compress(name: str, op: Any, *tensors: Tensor) -> dist.Work | None:
+        fits = tensors[-1].numel() >= min_numel and is_mean_or_sum(op)
+        fits = fits and all(each.is_floating_point() and each.layout == torch.strided for each in tensors)
+        if not fits or (name == "reduce_scatter_tensor" and not all(each.is_contiguous() for each in tensors)):
+            return None
+        return functions[name](*tensors, AVG if op == AVG else SUM, group, True, wire=wire)
+
+    _asked.append(CompressedGroup(group, compress))
     ranks = dist.get_process_group_ranks(group)
     made = dist.new_group(ranks, backend=BACKEND, use_local_synchronization=True)
     assert isinstance(made, CompressedGroup)

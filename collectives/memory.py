@@ -5,22 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.collectives.places import Calls, Place, every_tensor, facts_of, layout_key, named_wire
+from gradwire.algorithms import WirePolicy
+from gradwire.collectives.places import Calls, P, Place, facts_of, layout_key, named_wire
 
 
 class Memory:
     """Error memory for collectives that are called in every step: ``memory=memory["layers.0.weight"]``.
 
     The rounding error of a call is added to the tensor of the same name in the next call. A memory serves one process
-    group. A name stands for one tensor, and a tuple of names, as in ``memory["weight", "bias"]``, for the
-    list of `all_reduce_coalesced`.
+    group. A name stands for one tensor in one collective, and a tuple of names, as in ``memory["weight", "bias"]``, for
+    the list of `all_reduce_coalesced`. On each rank, the errors of an all-reduce take 1 + 1 / world size values of
+    ``error_dtype`` per element, those of a reduce-scatter one per element of its input.
 
     Args:
-        options: options of the hook's state, such as ``error_dtype`` or ``block_size``; see
-            `QuantizationState`.
+        error_dtype, block_size, seed: as in `QuantizationState`. Equal on all ranks.
+
+    Raises:
+        ValueError: an option is of another type or out of range.
 
     Examples:
         >>> memory = gradwire.collectives.Memory()
@@ -28,8 +33,9 @@ class Memory:
         ...     gradwire.collectives.all_reduce(parameter.grad, wire="int4", memory=memory[name])
     """
 
-    def __init__(self, **options: Any) -> None:
-        self._options = options
+    def __init__(self, *, error_dtype: torch.dtype = torch.float32, block_size: int = 64, seed: int = 0) -> None:
+        self._options = {"error_dtype": error_dtype, "block_size": block_size, "seed": seed}
+        WirePolicy(**self._options)  # type: ignore[arg-type]  # raises
         self._places: dict[tuple[str, ...], tuple[tuple[Any, ...], Place]] = {}  # with wire, layouts and ranks
         self._loaded: dict[str, Any] = {}  # saved states that no call has used yet, by names
 
@@ -47,7 +53,8 @@ class Memory:
     def state_dict(self) -> dict[str, Any]:
         """The errors of all ranks as plain CPU tensors, equal on all ranks. A collective call, between two steps.
 
-        It can be loaded on any world size.
+        It can be loaded on any world size. An error is what the mean over the ranks lacks, in the shape of the tensor;
+        that of a reduce-scatter is flat.
 
         Raises:
             RuntimeError: a rank has not called it.
@@ -81,25 +88,28 @@ class Memory:
                 del self._places[names]
 
     def _place(
-        self, names: tuple[str, ...], tensors: Sequence[Tensor], wire: str, group: dist.ProcessGroup, calls: Calls
-    ) -> Place:
-        made_for = (wire, group, layout_key(tensors))
+        self,
+        kind: type[P],
+        names: tuple[str, ...],
+        tensors: Sequence[Tensor],
+        wire: str,
+        group: dist.ProcessGroup,
+        calls: Calls,
+    ) -> P:
+        made_for = (kind, calls.op, wire, group, layout_key(tensors))
         if names in self._places and self._places[names][0] == made_for:
-            return self._places[names][1]
+            return self._places[names][1]  # type: ignore[return-value]
         if names in self._places:
             raise ValueError(
-                f"memory[{', '.join(map(repr, names))}] was used with other tensors, another wire or another process "
-                "group before. Use a name of its own for each tensor."
+                f"memory[{', '.join(map(repr, names))}] was used with other tensors, or with another collective, "
+                "operation, wire or process group before. Use a name of its own for each tensor."
             )
-        named = named_wire(wire)
-        if named.start_option is None:
+        if named_wire(wire).start_option is None:
             raise ValueError(f"wire {wire!r} keeps no errors. Leave out memory, or choose a format below 16 bits.")
-        calls.compare(group, {"memory": ", ".join(names), **facts_of(tensors, wire)})
-        options = {**every_tensor(named), "use_error_feedback": True, **self._options}
-        state = named.state(group, **options)
-        place = Place(state, named.hook, tensors, names, group)
+        calls.compare(group, {"memory": ", ".join(names), **self._options, **facts_of(kind, tensors, wire)})
+        place = kind(tensors, names, wire, group, {"use_error_feedback": True, **self._options})
         if (saved := self._loaded.get(_key(names))) is not None:
-            state.load_state_dict(saved)
+            place.state.load_state_dict(saved)
             del self._loaded[_key(names)]
         self._places[names] = (made_for, place)
         return place
@@ -115,8 +125,8 @@ class Entry(NamedTuple):
     memory: Memory
     names: tuple[str, ...]
 
-    def place(self, tensors: Sequence[Tensor], wire: str, group: dist.ProcessGroup, calls: Calls) -> Place:
+    def place(self, kind: type[P], tensors: Sequence[Tensor], wire: str, group: dist.ProcessGroup, calls: Calls) -> P:
         """The place of these tensors. Raises ValueError unless there is a name for each."""
         if len(tensors) != len(self.names):
             raise ValueError(f"There are {len(tensors)} tensors and {len(self.names)} names: {self.names}.")
-        return self.memory._place(self.names, tensors, wire, group, calls)
+        return self.memory._place(kind, self.names, tensors, wire, group, calls)

@@ -1,27 +1,33 @@
-"""`Place`: the tensors that calls of a collective pass again and again, with the hook that averages them."""
+"""Places: the tensors that calls of a collective pass again and again, with what reduces them."""
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from gradwire.algorithms import Gradients, ScatterBucket
+from gradwire.algorithms import Gradients, ScatterBucket, WirePolicy, start_reduce_scatter
+from gradwire.algorithms._validation import check_count, check_elements, check_entries, checked_tensors
 from gradwire.algorithms.policy import wire_name
-from gradwire.comm import Connections, Transport
+from gradwire.comm import Connections, Executor, Transport, connections_of
+from gradwire.comm.store_collectives import named_barrier
 from gradwire.hooks._bucket import BucketWork, OwnBucket, layout_without_memory
 from gradwire.hooks._by_name import NamedHook, hook_named
 from gradwire.hooks._handshake import compare_settings
-from gradwire.hooks.hook_state import HookState
-from gradwire.kernels import SegmentTable
+from gradwire.hooks._memory import ERRORS
+from gradwire.hooks.hook_state import STATE_DICT_TIMEOUT, HookState
+from gradwire.kernels import WIRE_FORMATS, SegmentTable
 
+logger = logging.getLogger("gradwire.collectives")
 MOST_PLACES = 256  # without memory on a process group; then the oldest is dropped
+PASS_MEMORY = "Pass memory=memory['name'] with memory = gradwire.collectives.Memory(), or choose int8."
 FULL = {"fp32": "allreduce", "bf16": "bf16-fp32-sum", "fp16": "scaled-fp16"}  # hooks of wires without scales per block
 
 
@@ -29,11 +35,6 @@ def named_wire(wire: str) -> NamedHook:
     """The hook that sends a wire format. Raises ValueError for any other name."""
     wire = wire_name("wire", wire)
     return hook_named(FULL.get(wire, wire))
-
-
-def every_tensor(named: NamedHook) -> dict[str, Any]:
-    """Options of a state that sends every tensor in this format, from the first call on."""
-    return {str(named.start_option): 0, "wires": {"*": named.options["wire"]}}
 
 
 class TensorBucket(OwnBucket):
@@ -64,29 +65,45 @@ class TensorBucket(OwnBucket):
         return torch.empty(self._table.numel, dtype=self._parameters[0].dtype, device=self.device)
 
 
-class Place:
-    """Tensors in these layouts on a process group, with a state of their own.
+class AveragePlace:
+    """The tensors of all-reduces on a process group, averaged by a hook.
 
     Args:
-        state, hook: as for ``register_comm_hook``.
-        tensors: tensors in the layouts of all calls.
-        names: their names.
-        group: the ranks.
+        tensors: tensors in the layouts of those that calls pass.
+        names: their names, keys of the error memory.
+        wire: the wire format.
+        options: ``use_error_feedback``, and options of `Memory`.
+
+    Attributes:
+        state: state of the hook, with the error memory.
     """
 
-    def __init__(
-        self, state: Any, hook: Any, tensors: Sequence[Tensor], names: Sequence[str], group: dist.ProcessGroup
-    ) -> None:
-        self.state, self._hook, self._bucket = state, hook, TensorBucket(tensors, names, group)
-        self.table = SegmentTable(self._bucket.parameters())  # of `finish`, while another call is in flight
-        self._in_flight: Future[Tensor] | None = None
-        if isinstance(state, HookState):
-            state.names.bind_layouts(dict(zip(names, self._bucket.parameters(), strict=True)))
+    collective = "all_reduce"
 
-    def average(self, tensors: Sequence[Tensor]) -> Future[Tensor]:
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        names: Sequence[str],
+        wire: str,
+        group: dist.ProcessGroup,
+        options: Mapping[str, Any],
+    ) -> None:
+        named = named_wire(wire)
+        if named.start_option is None:
+            self.state = named.state(group)
+        else:  # every tensor in this format, from the first call on
+            all_options = {named.start_option: 0, "wires": {"*": named.options["wire"]}, **options}
+            self.state = named.state(group, **all_options)
+        self._hook: Any = named.hook
+        self._bucket = TensorBucket(tensors, names, group)
+        self._table = SegmentTable(self._bucket.parameters())  # of `finish`, while another call is in flight
+        self._in_flight: Future[Any] | None = None
+        if isinstance(self.state, HookState):
+            self.state.names.bind_layouts(dict(zip(names, self._bucket.parameters(), strict=True)))
+
+    def start(self, tensors: Sequence[Tensor]) -> Future[Any]:
         """Start to replace the tensors by their mean over the ranks; `finish` takes the result of the future."""
-        if self._in_flight is not None and not self._in_flight.done():
-            self._in_flight.wait()  # kernels read the addresses of one step
+        wait_if_in_flight(self._in_flight)
         self._bucket.tensors = tensors
         self._in_flight = self._hook(self.state, self._bucket)
         return self._in_flight
@@ -94,7 +111,88 @@ class Place:
     def finish(self, tensors: Sequence[Tensor], result: Tensor) -> None:
         """Write a hook's result into the tensors, unless the hook has."""
         if result.data_ptr() != tensors[0].data_ptr():
-            Gradients(tensors, self.table).unflatten(result)
+            Gradients(tensors, self._table).unflatten(result)
+
+
+class ScatterPlace:
+    """The input of reduce-scatters on a process group, and its error memory. The arguments of `AveragePlace`.
+
+    Attributes:
+        iter: number of calls.
+    """
+
+    collective = "reduce_scatter_tensor"
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        names: Sequence[str],
+        wire: str,
+        group: dist.ProcessGroup,
+        options: Mapping[str, Any],
+    ) -> None:
+        (source,), (self._name,), self._group = tensors, names, group
+        lengths, formats = [source.numel() // group.size()], [WIRE_FORMATS[wire_name("wire", wire)]]
+        transport, quantization = self._executor(source.device).transport, WirePolicy(**options).quantization()
+        self._bucket = ScatterBucket(lengths, formats, names, source.dtype, source.device, transport, quantization)
+        self.state, self.iter = self, 0
+        self._in_flight: Future[Any] | None = None
+
+    def _executor(self, device: torch.device) -> Executor:
+        return connections_of(self._group).executor(device)
+
+    def start(self, source: Tensor, output: Tensor, scale: float) -> Future[Any]:
+        """Start to write this rank's part of ``scale`` times the sum of ``source`` over the ranks into ``output``."""
+        wait_if_in_flight(self._in_flight)
+        self.iter += 1
+        self._in_flight = start_reduce_scatter(
+            self._bucket, source, output, scale, self.iter, self._executor(source.device)
+        )
+        return self._in_flight
+
+    @property
+    def error_memory_bytes(self) -> int:
+        """Bytes of the error memory on this rank."""
+        return 0 if self._bucket.errors is None else self._bucket.errors.nbytes
+
+    def state_dict(self) -> dict[str, Any]:
+        """The number of calls, and the mean of all ranks' errors, one per element of the input. A collective call."""
+        connections = connections_of(self._group)
+        named_barrier(self._group, "Memory.state_dict()", STATE_DICT_TIMEOUT, connections.check_peers)
+        mean = self._bucket.errors_by_name()[self._name].flatten().float() / self._group.size()
+        dist.all_reduce(mean, group=self._group)
+        return {"iter": self.iter, ERRORS: {self._name: mean.cpu()}}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from a `state_dict`. Padding at the end of the input, of zeros, may differ.
+
+        Raises:
+            ValueError: an entry is missing, not finite, or of an input of another size. Nothing is modified.
+        """
+        check_entries(state_dict, "Memory", ("iter", ERRORS))
+        check_count("iter", state_dict["iter"])
+        saved = dict(checked_tensors(ERRORS, state_dict[ERRORS]))
+        place = f"{ERRORS}[{self._name!r}]"
+        if list(saved) != [place]:
+            raise ValueError(f"The errors are of {', '.join(saved)}; expected {place}.")
+        check_elements(place, saved[place], saved[place].isfinite(), "a finite number")
+        errors = self._bucket.errors_by_name()[self._name]
+        padded, flat = errors.new_zeros(errors.numel(), dtype=torch.float32), saved[place].flatten()
+        if flat[padded.numel() :].any():
+            raise ValueError(f"{place} has {flat.numel()} elements; expected {padded.numel()}, or zeros behind them.")
+        n_kept = min(flat.numel(), padded.numel())
+        padded[:n_kept] = flat[:n_kept]
+        errors.copy_(padded.view_as(errors))
+        self.iter = state_dict["iter"]
+
+
+Place = AveragePlace | ScatterPlace
+
+
+def wait_if_in_flight(future: Future[Any] | None) -> None:
+    """Wait for the earlier call of a place: its kernels read the addresses of one call, and its errors come first."""
+    if future is not None and not future.done():
+        future.wait()
 
 
 class Calls:
@@ -103,20 +201,17 @@ class Calls:
     Attributes:
         count: number of calls so far.
         op: the operation of the latest call, "AVG" or "SUM".
-        places: places of all-reduces without memory, by operation, wire and layouts, the latest last.
-        scatters: buckets of reduce-scatters, by operation, wire and size.
+        places: places without memory, by collective, operation, wire and layouts, the latest last.
     """
 
     def __init__(self, connections: Connections) -> None:
         self.count, self.op, self._number = 0, "AVG", connections.new_reducer(self)
         self.places: OrderedDict[object, Place] = OrderedDict()
-        self.scatters: dict[object, ScatterBucket] = {}
 
     def restart(self, count: int) -> None:
         """Begin anew after ``count`` calls: some ranks have finished the latest one, others have not."""
         self.count = count
         self.places.clear()
-        self.scatters.clear()
 
     def compare(self, group: dist.ProcessGroup, facts: Mapping[str, object]) -> None:
         """Raise RuntimeError on every rank unless all make this call, with equal facts. For a call of a new kind."""
@@ -145,26 +240,31 @@ def calls_on(connections: Connections) -> Calls:
     return _calls[connections]
 
 
-def facts_of(tensors: Sequence[Tensor], wire: str) -> dict[str, object]:
-    """The facts that must be equal on all ranks, for `Calls.compare`."""
-    shapes = {f"shape of tensor {i}": tuple(tensor.shape) for i, tensor in enumerate(tensors)}
-    return {"wire": wire, "dtype": tensors[0].dtype, "device": tensors[0].device.type, **shapes}
-
-
 def layout_key(tensors: Sequence[Tensor]) -> tuple[object, ...]:
     """The key of a place on this rank: its tensors have this dtype, device, shapes and strides."""
     return (tensors[0].dtype, tensors[0].device, *((tensor.shape, tensor.stride()) for tensor in tensors))
 
 
-def stateless_place(tensors: Sequence[Tensor], wire: str, group: dist.ProcessGroup, calls: Calls) -> Place:
+def facts_of(kind: type[Place], tensors: Sequence[Tensor], wire: str) -> dict[str, object]:
+    """The facts that must be equal on all ranks, for `Calls.compare`."""
+    shapes = {f"shape of tensor {i}": tuple(tensor.shape) for i, tensor in enumerate(tensors)}
+    dtype, device = tensors[0].dtype, tensors[0].device.type
+    return {"collective": kind.collective, "wire": wire, "dtype": dtype, "device": device, **shapes}
+
+
+P = TypeVar("P", AveragePlace, ScatterPlace)
+
+
+def stateless_place(kind: type[P], tensors: Sequence[Tensor], wire: str, group: dist.ProcessGroup, calls: Calls) -> P:
     """The place of calls without memory; made at the first call, on every rank."""
-    places, key = calls.places, (calls.op, wire, layout_key(tensors))
+    places, key = calls.places, (kind, calls.op, wire, layout_key(tensors))
     if key not in places:
-        named = named_wire(wire)
-        calls.compare(group, facts_of(tensors, wire))
-        options = {} if named.start_option is None else {**every_tensor(named), "use_error_feedback": False}
+        named_wire(wire)
+        calls.compare(group, facts_of(kind, tensors, wire))
         if len(places) == MOST_PLACES:
             places.popitem(last=False)
+        if kind is AveragePlace and WIRE_FORMATS[wire_name("wire", wire)].bits < WIRE_FORMATS["int6"].bits:
+            logger.warning("all_reduce in %s without memory loses small values in every call. %s", wire, PASS_MEMORY)
         names = [str(i) for i in range(len(tensors))]
-        places[key] = Place(named.state(group, **options), named.hook, tensors, names, group)
-    return places[key]
+        places[key] = kind(tensors, names, wire, group, {"use_error_feedback": False})
+    return places[key]  # type: ignore[return-value]  # the key has its class

@@ -1,4 +1,4 @@
-"""The all-reduce between replicas: `ReplicaGroup` in place of the process group passes a `ShardBucket` to the hook."""
+"""The all-reduce between replicas: `ReplicaAverage` passes a `ShardBucket` to the hook."""
 
 from __future__ import annotations
 
@@ -138,10 +138,18 @@ class ShardBucket(OwnBucket):
             Gradients(self.views(flat), self._table).unflatten(result.view(-1))
 
 
-class ReplicaGroup(dist.ProcessGroup):
-    """A process group whose all-reduce averages the shards of one parameter group with a hook.
+class Done(dist.Work):
+    """The handle of a collective whose result is there."""
 
-    FSDP2 knows no hooks; but it calls `allreduce` of the process group between replicas, which this one replaces.
+    def wait(self, timeout: Any = None) -> bool:
+        """Return at once."""
+        return True
+
+
+class ReplicaAverage:
+    """Averages the shards of one parameter group with a hook, for a `CompressedGroup` of its replicas.
+
+    FSDP2 knows no hooks; but it calls the all-reduce of the process group between replicas, which that one replaces.
 
     Args:
         group: the parameter group, which has replicas.
@@ -160,39 +168,33 @@ class ReplicaGroup(dist.ProcessGroup):
         model_layouts: Mapping[str, Tensor],
     ) -> None:
         assert group.replicas is not None
-        super().__init__(group.replicas.rank(), group.replicas.size())  # type: ignore[call-arg]
         self.replicas, self._group = group.replicas, group
         self._state, self._hook, self._is_zero_copy = state, hook, is_zero_copy(hook)
         self._exchange, self._model_layouts = exchange, model_layouts
         self._buckets: dict[object, ShardBucket | None] = {}
 
-    def getBackendName(self) -> str:
-        """Name of the backend, for PyTorch's messages."""
-        return "gradwire"
-
-    def allreduce(self, tensors: list[Tensor], options: Any = None) -> dist.Work | None:  # type: ignore[override]
-        """All-reduce one flat tensor, with the hook if it can.
+    def __call__(self, name: str, operation: Any, flat: Tensor) -> dist.Work | None:
+        """All-reduce one flat tensor with the hook, or return None if it cannot.
 
         It cannot if a trainable parameter has no gradient, or if the parameter group has reduced other gradients in
         this backward.
         """
-        (flat,) = tensors
-        exchange, operation = self._exchange, options.reduceOp
+        exchange = self._exchange
         exchange.begin()
         bucket = None if exchange.is_plain else self._bucket(flat.dtype)
         is_mean = operation == dist.ReduceOp.AVG
         is_whole = bucket is not None and flat.numel() == bucket.numel and not exchange.has_averaged(self._group)
         if bucket is None or not is_whole or not (is_mean or operation == dist.ReduceOp.SUM):
             exchange.wait()  # FSDP2 may add to the gradients
-            return self.replicas.allreduce(tensors, options)
+            return None
         place = exchange.begin_average(self._group)
         name = f"all-reduce of {self._group} by {name_of(self._hook)}"
         exchange.attempt(self.replicas, name, partial(self._start, name, bucket, flat, place, is_mean))
         if has_streams(flat.device) or not is_mean or self._group.is_read_in_backward(flat.dtype):
             exchange.wait()
         if not is_mean:
-            flat.mul_(self.size())
-        return None
+            flat.mul_(self.replicas.size())
+        return Done()
 
     def _start(self, name: str, bucket: ShardBucket, flat: Tensor, place: tuple[int, bool], is_mean: bool) -> None:
         bucket.collect(flat, *place, self._is_zero_copy)

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from gradwire.algorithms.policy import wire_name
+from gradwire.collectives import CompressedGroup
 from gradwire.comm.rank_differences import format_differences
 from gradwire.comm.store_collectives import gather_json
 from gradwire.hooks._by_name import (
@@ -30,7 +31,7 @@ from gradwire.hooks._settings import HookSettings, check_pairing, in_group
 from gradwire.hooks.hook_state import HookState, option_values
 from gradwire.kernels import WIRE_FORMATS
 from gradwire.sharded import checkpoint
-from gradwire.sharded.all_reduce import ReplicaGroup, shard_layouts
+from gradwire.sharded.all_reduce import ReplicaAverage, shard_layouts
 from gradwire.sharded.exchange import ShardedExchange
 from gradwire.sharded.recovery import resynchronize
 from gradwire.sharded.reduce_scatter import QuantizedReduceScatter, ReduceScatterOptions
@@ -308,7 +309,8 @@ def is_attached(model: nn.Module) -> bool:
 
 
 def _is_changed(group: ParameterGroup) -> bool:
-    return isinstance(group.replicas, ReplicaGroup) or isinstance(group.reduce_scatter, QuantizedReduceScatter)
+    averages = isinstance(group.replicas, CompressedGroup) and isinstance(group.replicas.compress, ReplicaAverage)
+    return averages or isinstance(group.reduce_scatter, QuantizedReduceScatter)
 
 
 def _reduce_scatter_options(within: object) -> ReduceScatterOptions | None:
@@ -363,7 +365,8 @@ def _attach_average(replicated: Sequence[ParameterGroup], state: Any, hook: Comm
     averaged = [[name for name in group.trainable() or {} if name in layouts] for group in replicated]
     exchange.n_averages = sum(map(bool, averaged))
     for group in replicated:
-        group.replace_replicas(ReplicaGroup(group, state, hook, exchange, layouts))
+        average = ReplicaAverage(group, state, hook, exchange, layouts)
+        group.replace_replicas(CompressedGroup(average.replicas, average))
     if isinstance(state, HookState):
         exchange.step_ends.append(state._end_open_step)
         # A pattern may match only parameters that are not compressed, or of which this rank has no rows.

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.algorithms import ScatterBucket, WirePolicy, quantized_reduce_scatter
+from gradwire.algorithms import ScatterBucket, WirePolicy, start_reduce_scatter
 from gradwire.algorithms.policy import exempt_format
-from gradwire.comm import Task, Transport, connections_of
+from gradwire.comm import Transport, connections_of
 from gradwire.comm.transport import wait_for
 from gradwire.kernels import WIRE_FORMATS
 from gradwire.sharded.exchange import ShardedExchange
@@ -91,14 +91,7 @@ class QuantizedReduceScatter:
         bucket = self._bucket(gradients, executor.transport)
         self.n_calls += 1
         self.gradient_bytes, self.sent_bytes = gradients.nbytes, bucket.message_bytes
-        future = executor.submit(
-            Task(
-                lambda workspace: quantized_reduce_scatter(
-                    bucket, gradients, output, scale, self.n_calls, executor.transport, workspace
-                ),
-                "gradwire::reduce-scatter",
-            )
-        )
+        future = start_reduce_scatter(bucket, gradients, output, scale, self.n_calls, executor)
         connections.finish()
         wait_for(future, connections.check_peers)
         self.take_back = partial(self._take_back, group.rank(), scale)
