@@ -40,8 +40,9 @@ class Scratch(threading.local):
 
     @cached_property
     def memory(self) -> Tensor:
-        """Uninitialized fp32: three tiles, and three columns of one element for each block."""
-        return torch.empty(3 * RUN_NUMEL + 3 * RUN_NUMEL // MIN_BLOCK_SIZE, dtype=torch.float32, device="cpu")
+        """Uninitialized fp32: three tiles, one of bytes, and three columns of one element for each block."""
+        numel = 3 * RUN_NUMEL + RUN_NUMEL // 4 + 3 * RUN_NUMEL // MIN_BLOCK_SIZE
+        return torch.empty(numel, dtype=torch.float32, device="cpu")
 
 
 SCRATCH = Scratch()
@@ -84,6 +85,8 @@ class Work:
         tiles: the runs of the section's table.
         shards: the blocks of each cell that this rank has reduced, by cell; see `shard`.
         codes, decoded: fp32 [n, block_size], for the longest run, next to the values. All sections share this memory.
+        bytes: int8 [n, block_size], also for the longest run.
+        shifts: int64 [planes, 1]: what moves each plane to the top of its byte.
         found, scales, inverses: fp32 [n, 1]: absmax, scale and its reciprocal.
         encode: the format's encoder; None: the reference.
         encodes_partial: whether it encodes blocks with missing elements.
@@ -95,8 +98,10 @@ class Work:
     def __init__(self, section: Section, memory: Tensor) -> None:
         table, wire, room = section.table, section.format, section.blocks_per_cell
         self.table, self.wire = table, wire  # not the section, on whose life this object depends
-        self._values, self.codes, self.decoded = memory[: 3 * RUN_NUMEL].view(3, -1, table.block_size)
-        columns = memory[3 * RUN_NUMEL :].view(3, -1, 1)
+        tiles, plane_bytes, columns = memory.split([3 * RUN_NUMEL, RUN_NUMEL // 4, 3 * RUN_NUMEL // MIN_BLOCK_SIZE])
+        self._values, self.codes, self.decoded = tiles.view(3, -1, table.block_size)
+        self.bytes = plane_bytes.view(torch.int8).view(-1, table.block_size)
+        columns = columns.view(3, -1, 1)
         self.found, self.scales, self.inverses = columns[:, : RUN_NUMEL // table.block_size]
         self.shards: dict[int, list[Part]] = {}
         self.tiles: list[Tile] = []
@@ -109,6 +114,7 @@ class Work:
             ends = [(cell, max(run.start, cell * room), min(run.stop, (cell + 1) * room)) for cell in cells]
             self.tiles.append(Tile(run, flat, views, [self._part(section, *end, run.start) for end in ends]))
         self.payload_bytes = section.payload_bytes
+        self.shifts = 8 - wire.bits * torch.arange(1, wire.planes + 1, device="cpu").view(-1, 1)
         is_wide = self.payload_bytes % 8 == 0  # codes are moved eight bytes at a time
         self.encode = _ENCODERS[wire.kind] if is_wide else None
         self.encodes_partial = wire.kind in ("integers", "floats")
@@ -253,13 +259,13 @@ def _encode_signs(work: Work, values: Tensor, scales: Tensor, payload: Tensor, p
     squares = multiples.mul_(2.0**-7).round_().square_().sum(1, keepdim=True)
     units = Signs.units(total, squares, torch.full_like(total, block_size))
     scale = work.wire.round_scale(largest, unit * units)
-    positive = values >= 0
+    values += 0.0  # -0 becomes 0
     if pending is not None:
-        torch.sub(values, torch.where(positive, scale, -scale, out=work.codes[:n]), out=pending)
-        pending += 0.0  # the error of -0 is 0
+        torch.sub(values, torch.copysign(scale, values, out=work.codes[:n]), out=pending)
     scales.copy_(scale.view(-1))
+    positive = torch.bitwise_right_shift(values.view(torch.int32), 31, out=work.codes[:n].view(torch.int32)).add_(1)
     # Each plane is bytes of 0 or 1, so that a shift of eight of them stays within the bytes.
-    planes = positive.view(torch.int64).view(n, 8, -1)
+    planes = work.bytes[:n].copy_(positive).view(torch.int64).view(n, 8, -1)
     packed = payload.view(torch.int64).copy_(planes[:, 0])
     for plane in range(1, 8):
         packed |= planes[:, plane] << plane
@@ -298,19 +304,16 @@ def _decode_codes(work: Work, scales: Tensor, payload: Tensor, out: Tensor) -> N
             out[:, i * width : (i + 1) * width].copy_(word >> i * wire.bits & (1 << wire.bits) - 1)
         out.sub_(wire.offset).mul_(scale)
         return
-    codes = payload.view(torch.int64)
-    plane = work.codes.view(torch.int8).view(-1)[: n * width].view(n, width)
-    words = plane.view(torch.int64)
+    planes = work.bytes[:n]
+    words = planes.view(torch.int64).view(n, wire.planes, -1)
     # Odd numbers take a bit more, because they are codes plus a half: -64 and 64 are signs.
     scale.mul_(2.0 ** (wire.bits - 8) * wire.spacing)
     # The same byte eight times: the top bits, and what turns codes into two's complement.
     top = int.from_bytes(bytes([256 - (1 << 8 - wire.bits)] * 8), "little", signed=True)
     middle = int.from_bytes(bytes([0x80 | wire.spacing - 1 << 7 - wire.bits] * 8), "little", signed=True)
-    for i in range(wire.planes):
-        torch.bitwise_left_shift(codes, 8 - (i + 1) * wire.bits, out=words)
-        words.bitwise_and_(top).bitwise_xor_(middle)
-        out[:, i * width : (i + 1) * width].copy_(plane)
-    out.mul_(scale)
+    torch.bitwise_left_shift(payload.view(torch.int64).unsqueeze(1), work.shifts, out=words)
+    words.bitwise_and_(top).bitwise_xor_(middle)
+    out.copy_(planes).mul_(scale)
 
 
 def _decode_by_reference(work: Work, scales: Tensor, payload: Tensor, out: Tensor) -> None:
