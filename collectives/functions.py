@@ -26,28 +26,33 @@ CALL = "gradwire.collectives.resynchronize()"
 
 
 class CompressedWork(dist.Work):
-    """A collective in flight. On a GPU, `wait` lets the current stream wait; on a CPU, the caller."""
+    """A collective in flight. On a GPU, `wait` lets the current stream wait; on a CPU, the caller.
 
-    def __init__(self, group: dist.ProcessGroup, future: Future[Any], finish: Callable[[Any], object]) -> None:
+    Args:
+        group: the ranks.
+        exchange: the future of the exchange.
+        finish: turns its value into the value of the collective's future: the tensors that it has written.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, exchange: Future[Any], finish: Callable[[Any], list[Tensor]]) -> None:
         super().__init__()
-        self._connections, self._future, self._finish = connections_of(group), future, finish
+        self._connections, self._exchange = connections_of(group), exchange
+        self._future = exchange.then(lambda done: finish(done.value()))
         self._calls = calls_on(self._connections)
-        self._number, self._is_finished = self._calls.count, False
+        self._number = self._calls.count
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the result is there. Raises the error of the exchange; ``timeout`` is the process group's."""
         connections = self._connections
         try:
-            result = wait_for(self._future, lambda: self._calls.check(connections, self._number))
+            wait_for(self._exchange, lambda: self._calls.check(connections, self._number))
         except RuntimeError as error:
             elsewhere = connections.failure_elsewhere(wait=may_follow_from_peer(error))
             connections.fail(elsewhere or f"A collective failed on rank {dist.get_rank()}: {error}")
             if elsewhere is None or elsewhere in str(error):
                 raise
             raise RuntimeError(f"{elsewhere}\n{ADVICE}") from error
-        if not self._is_finished:
-            self._is_finished = True
-            self._finish(result)
+        self._future.wait()
         return True
 
     def is_completed(self) -> bool:
@@ -55,7 +60,7 @@ class CompressedWork(dist.Work):
         return self._future.done()
 
     def get_future(self) -> Future[Any]:
-        """The future of the exchange. The result is in place once `wait` has returned."""
+        """A future of the written tensors. Its ``wait()`` does not translate errors of other ranks, as `wait` does."""
         return self._future
 
 
@@ -119,10 +124,12 @@ def all_reduce_coalesced(
         connections_of(group).finish()
     size = group.size()
 
-    def finish(result: Tensor) -> None:
-        place.finish(tensors, result)
-        if op == SUM:
-            torch._foreach_mul_(tensors, size)
+    def finish(result: Tensor) -> list[Tensor]:
+        with torch.no_grad():
+            place.finish(tensors, result)
+            if op == SUM:
+                torch._foreach_mul_(tensors, size)
+        return tensors
 
     return _result(CompressedWork(group, future, finish), async_op)
 
@@ -164,7 +171,7 @@ def reduce_scatter_tensor(
         place = _place(ScatterPlace, [source], wire, group, calls, memory)
         future = place.start(source, target, 1.0 if op == SUM else 1 / group.size())
         connections_of(group).finish()
-    return _result(CompressedWork(group, future, lambda _: None), async_op)
+    return _result(CompressedWork(group, future, lambda _: [output]), async_op)
 
 
 def resynchronize(group: dist.ProcessGroup | None = None, *memories: Memory) -> None:

@@ -111,6 +111,21 @@ def test_several_calls_in_flight_end_in_order():
     assert_same_bits(tensors, expected)
 
 
+@on_ranks(2)
+def test_futures_of_calls_in_flight_have_the_results():
+    tensors = tensors_of(0)
+    source, output, expected = torch.cat([tensors[0]] * 2), torch.empty(300), torch.empty(300)
+    sums = [tensor.clone() for tensor in tensors]
+    for each in sums:
+        all_reduce(each, dist.ReduceOp.SUM)
+    reduce_scatter_tensor(expected, source)
+    futures = [all_reduce(each, dist.ReduceOp.SUM, async_op=True).get_future() for each in tensors]
+    futures.append(reduce_scatter_tensor(output, source, async_op=True).get_future())
+    torch.futures.collect_all(futures).wait()
+    assert_same_bits([*tensors, output], [*sums, expected])
+    assert futures[0].value()[0].data_ptr() == tensors[0].data_ptr()
+
+
 @pytest.mark.parametrize("wire", ["fp32", "bf16", "int8", "int6"])
 @on_ranks(2, 4)
 def test_reduce_scatter_writes_the_part_of_this_rank(wire):
