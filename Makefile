@@ -9,7 +9,7 @@ export PYTHONSAFEPATH := 1
 # which make would start a shell, and a shell does not pass on SIGTERM.
 TOOL := env PYTHONSAFEPATH= $(BIN)/python -m tools
 
-.PHONY: install check format docs test test-slow random mutants faults soak test-integrations test-triton36 test-matrix conformance demo bench-kernels bench-rounding bench-telemetry bench-reducer bench-hooks bench-host bench-network bench-nodes bench-advise bench-converge bench-losses bench pages gpu gpu-rehearsal wheel clean
+.PHONY: install check format docs test test-slow random mutants faults soak test-integrations test-triton36 test-matrix conformance demo bench-kernels bench-rounding bench-telemetry bench-reducer bench-hooks bench-host bench-network bench-nodes bench-anywhere bench-advise bench-converge bench-losses bench pages gpu gpu-rehearsal wheel clean
 
 install: .venv/.installed
 
@@ -145,6 +145,10 @@ bench-network: install
 bench-nodes: install
 	$(BIN)/gradwire bench nodes
 
+# Loops without DDP, plain and compressed, on two hosts: needs root.
+bench-anywhere: install
+	$(BIN)/gradwire bench anywhere
+
 # Predictions of `gradwire advise` against measured steps: needs root.
 bench-advise: install
 	$(TOOL).validate advise
@@ -165,6 +169,7 @@ bench: install
 	$(BIN)/gradwire bench host --output bench/results/host.jsonl
 	$(BIN)/gradwire bench network --output bench/results/network.jsonl
 	$(BIN)/gradwire bench nodes --output bench/results/nodes.jsonl
+	$(BIN)/gradwire bench anywhere --output bench/results/anywhere.jsonl
 	$(TOOL).validate advise --output bench/results/advise.jsonl
 	$(BIN)/gradwire bench converge --task digits --output bench/results/converge_digits.jsonl
 	$(BIN)/gradwire bench converge --task text --output bench/results/converge_text.jsonl

@@ -8,7 +8,19 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from gradwire.bench import converge, demo, host, kernels, long_runs, namespaces, network, nodes, reducer, telemetry
+from gradwire.bench import (
+    anywhere,
+    converge,
+    demo,
+    host,
+    kernels,
+    long_runs,
+    namespaces,
+    network,
+    nodes,
+    reducer,
+    telemetry,
+)
 from gradwire.bench import hooks as hook_bench
 from gradwire.bench.models import MODELS
 from gradwire.bench.record import Measured, Record, RecordError, load, unique
@@ -47,7 +59,7 @@ bench = typer.Typer(
 )
 TABLES: dict[str, Callable[[Sequence[Record]], list[Table]]] = {
     module.__name__.rpartition(".")[2]: module.tables
-    for module in (demo, network, nodes, converge, long_runs, hook_bench, host, reducer, kernels, telemetry)
+    for module in (demo, network, nodes, anywhere, converge, long_runs, hook_bench, host, reducer, kernels, telemetry)
 }
 _LOOPBACK_SETS = ("rate", "rates", "delay")
 _ALL_SHAPES, _DEFAULT_SIZES = ", ".join(SHAPES), ", ".join(map(str, kernels.DEFAULT_SIZES))
@@ -203,6 +215,25 @@ def bench_nodes(
     links = parse_links(rates, loopback)
     measure = partial(nodes.measure, parse_choices(seams, nodes.SEAMS, "--seams"), links, steps, training_steps)
     _run(context, measure, output, is_networked=not loopback)
+
+
+@_command("anywhere", quick={"rates": "1gbit", "steps": 2, "training_steps": 3})
+def bench_anywhere(
+    context: typer.Context,
+    rates: RatesOption = ", ".join(anywhere.DEFAULT_RATES),
+    steps: Annotated[int, number("Timed steps per loop, method and rate.")] = 11,
+    training_steps: Annotated[int, number("Steps of training before the loss is measured.")] = 300,
+    quick: QuickOption = False,
+    loopback: LoopbackOption = False,
+    output: OutputOption = None,
+) -> None:
+    """Train with loops that do not use gradwire's DDP: averages of p.grad, Muon and ZeroRedundancyOptimizer.
+
+    Each is measured as it is, and with gradwire.collectives: step time, bytes and loss. Two hosts of one rank, then of
+    two, are network namespaces of this machine, joined by a rate-limited link. Needs root on Linux. Takes MINUTES.
+    """
+    links = parse_links(rates, loopback)
+    _run(context, partial(anywhere.measure, links, steps, training_steps), output, is_networked=not loopback)
 
 
 _OPTIMIZERS_OF_TASKS = " ".join(f"{name}: {', '.join(task.optimizers)}." for name, task in TASKS.items())
