@@ -29,7 +29,7 @@ from gradwire.bench.tasks import Batch
 from gradwire.bench.timing import slowest, time_in_turn, turns
 
 METHODS = (UNCOMPRESSED, "int8", "int4")
-CASES = {"each": METHODS, "all": METHODS, "muon": METHODS[:2], "zero": METHODS[:2]}
+CASES = {"each": METHODS, "all": METHODS, "muon": METHODS, "zero": METHODS[:2]}
 TITLES = {
     "each": "AdamW, all-reduce of each p.grad",
     "all": "AdamW, one all-reduce of all p.grad",
@@ -200,7 +200,7 @@ def _notes(settings: dict[str, Any]) -> list[str]:
         f"step time: forward, backward and optimizer on the slowest rank, median of {settings['steps']} interleaved "
         "steps",
         "in parentheses: speed-up over the plain loop, which calls torch.distributed",
-        "int8 and int4: the same loop with gradwire.collectives; int4 with Memory; -: not measured",
+        "int8 and int4: the same loop with gradwire.collectives; int4 with Memory; -: a process group has none",
         f"{count(settings['hosts'], 'host')}, with one or two ranks each; sent: bytes on the interface of rank 0's "
         "host, with headers",
         f"losses: trained on {count(settings['hosts'], 'rank')} without a limited link, with one seed",

@@ -67,7 +67,7 @@ class Averaging:
 
     def __init__(self, average: Average, model: nn.Module, wire: str | None) -> None:
         self.average, self.model, self.wire = average, model, wire
-        self.memory = Memory() if wire in WIRES_WITH_MEMORY else None
+        self.memory = memory_for(wire)
         self.optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
 
     def step(self, loss: Loss) -> None:
@@ -84,17 +84,17 @@ class Muon:
     """`DistributedMuon` for the matrices of the layers, AdamW for all other parameters."""
 
     def __init__(self, model: nn.Module, wire: str | None) -> None:
-        self.model, self.wire = model, wire
+        self.model, self.wire, self.memory = model, wire, memory_for(wire)
         named = dict(model.named_parameters())
         self.matrices = {name: p for name, p in named.items() if "layers." in name and p.ndim == 2}
         self.others = {name: p for name, p in named.items() if name not in self.matrices}
-        self.muon = DistributedMuon(self.matrices.values(), wire)
+        self.muon = DistributedMuon(self.matrices.values(), wire, self.memory)
         self.adamw = torch.optim.AdamW(self.others.values(), **ADAMW)
 
     def step(self, loss: Loss) -> None:
         self.model.zero_grad()
         loss(self.model).backward()
-        average_all(gradients_of(self.others.items()), self.wire, None)
+        average_all(gradients_of(self.others.items()), self.wire, self.memory)
         self.muon.step()
         self.adamw.step()
 
@@ -111,13 +111,15 @@ class DistributedMuon(torch.optim.Optimizer):
     et al., "Muon is scalable for LLM training", 2025), so both optimizers take one learning rate.
     """
 
-    def __init__(self, matrices: Iterable[nn.Parameter], wire: str | None, lr: float = 1e-3) -> None:
+    def __init__(
+        self, matrices: Iterable[nn.Parameter], wire: str | None, memory: Memory | None, lr: float = 1e-3
+    ) -> None:
         by_shape = defaultdict(list)
         for matrix in matrices:
             by_shape[matrix.shape].append(matrix)
         defaults = {"lr": lr, "momentum": 0.95, "weight_decay": 0.1}
         super().__init__([{"params": alike} for alike in by_shape.values()], defaults)
-        self.wire = wire
+        self.wire, self.memory = wire, memory
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -140,7 +142,8 @@ class DistributedMuon(torch.optim.Optimizer):
         if self.wire is None:
             stack /= dist.get_world_size()  # gloo has no AVG
             return dist.reduce_scatter_tensor(mean, stack, async_op=True)
-        return collectives.reduce_scatter_tensor(mean, stack, async_op=True, wire=self.wire)
+        entry = None if self.memory is None else self.memory[f"matrices {tuple(mean.shape[1:])}"]
+        return collectives.reduce_scatter_tensor(mean, stack, async_op=True, wire=self.wire, memory=entry)
 
     def _updated(self, group: dict[str, Any], mean: Tensor) -> Tensor:
         """This rank's weights of a group after the step. The ``.grad`` of its matrices becomes their mean."""
@@ -196,6 +199,11 @@ class Zero:
 
     def means(self) -> dict[str, Tensor]:
         return gradients_of(self.model.module.named_parameters())
+
+
+def memory_for(wire: str | None) -> Memory | None:
+    """Error memory, if the wire format needs it."""
+    return Memory() if wire in WIRES_WITH_MEMORY else None
 
 
 def gradients_of(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

@@ -230,7 +230,7 @@ def bench_anywhere(
     """Train with loops that do not use gradwire's DDP: averages of p.grad, Muon and ZeroRedundancyOptimizer.
 
     Each is measured as it is, and with gradwire.collectives: step time, bytes and loss. Two hosts of one rank, then of
-    two, are network namespaces of this machine, joined by a rate-limited link. Needs root on Linux. Takes MINUTES.
+    two, are network namespaces of this machine, joined by a rate-limited link. Needs root on Linux. Takes minutes.
     """
     links = parse_links(rates, loopback)
     _run(context, partial(anywhere.measure, links, steps, training_steps), output, is_networked=not loopback)
