@@ -17,29 +17,3 @@ from gradwire.algorithms.quantization import Quantization, QuantizedBucket, quan
 from gradwire.algorithms.reduce_scatter import ScatterBucket, quantized_reduce_scatter, start_reduce_scatter
 from gradwire.algorithms.scaled_cast import BucketScale, DelayedScaling, scaled_cast_all_reduce
 from gradwire.algorithms.step import Gradients, Step, is_repeatable, repeatable
-
-__all__ = [
-    "BucketScale",
-    "DelayedScaling",
-    "Gradients",
-    "LowRankBucket",
-    "LowRankPolicy",
-    "NodeBucket",
-    "Quantization",
-    "QuantizedBucket",
-    "ScatterBucket",
-    "Step",
-    "WirePolicy",
-    "alternating_all_reduce",
-    "cast_all_reduce",
-    "flat_low_rank_bucket",
-    "is_repeatable",
-    "powersgd_all_reduce",
-    "quantized_all_reduce",
-    "quantized_all_reduce_on_nodes",
-    "quantized_reduce_scatter",
-    "repeatable",
-    "scaled_cast_all_reduce",
-    "sparse_all_reduce",
-    "start_reduce_scatter",
-]

@@ -15,20 +15,3 @@ from gradwire.comm.transport import (
     Transport,
     run_algorithm,
 )
-
-__all__ = [
-    "Algorithm",
-    "Collective",
-    "Connections",
-    "Driver",
-    "Executor",
-    "GroupTransport",
-    "IdleTransport",
-    "LocalTransport",
-    "Task",
-    "Transport",
-    "Workspace",
-    "connections_of",
-    "executor_for",
-    "run_algorithm",
-]
