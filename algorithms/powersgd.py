@@ -329,11 +329,7 @@ class LowRankBucket(BucketMemory):
         return OwnFactor(side, self._own_sent[side], residual, world_size)
 
     def _quantized_messages(
-        self,
-        transport: Transport,
-        workspace: Workspace,
-        sends: Sequence[FactorLayout],
-        basis: FactorLayout,
+        self, transport: Transport, workspace: Workspace, sends: Sequence[FactorLayout], basis: FactorLayout
     ) -> tuple[list[Message], list[Tensor], Tensor, Tensor]:
         """The messages of a step with quantized factors, the factors, the other gradients, and the basis."""
         sides, sizes = [self._quantized_factors(side, transport) for side in sends], [(basis.numel, self.table.compute)]

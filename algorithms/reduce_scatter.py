@@ -28,15 +28,7 @@ from gradwire.algorithms.quantization import Quantization
 from gradwire.algorithms.step import set_counter
 from gradwire.comm.executor import Executor, Task, Workspace
 from gradwire.comm.transport import Transport
-from gradwire.kernels import (
-    BlockTable,
-    MessageLayout,
-    Rounding,
-    Section,
-    WireFormat,
-    bound_quantization,
-    random_key,
-)
+from gradwire.kernels import BlockTable, MessageLayout, Rounding, Section, WireFormat, bound_quantization, random_key
 
 
 async def quantized_reduce_scatter(

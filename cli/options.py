@@ -64,8 +64,7 @@ def finite(number: float | None) -> float | None:
 
 
 DelayOption = Annotated[
-    float,
-    typer.Option("--delay", min=0, max=MAX_DELAY_MS, help="Delay of the link in ms, each way.", callback=finite),
+    float, typer.Option("--delay", min=0, max=MAX_DELAY_MS, help="Delay of the link in ms, each way.", callback=finite)
 ]
 HostsOption = Annotated[int, number("Number of hosts, one rank each.", least=2, most=16)]
 

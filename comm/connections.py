@@ -35,14 +35,7 @@ from gradwire.comm.store_collectives import (
     text_at,
 )
 from gradwire.comm.stream_executor import StreamExecutor
-from gradwire.comm.torch_internals import (
-    NO_BACKWARD,
-    Store,
-    current_backward,
-    default_group,
-    lifetime_token,
-    world,
-)
+from gradwire.comm.torch_internals import NO_BACKWARD, Store, current_backward, default_group, lifetime_token, world
 from gradwire.comm.transport import GroupTransport
 from gradwire.comm.worker_executor import WorkerExecutor
 

@@ -311,10 +311,7 @@ def wait_for_ranks(
 
 
 def named_barrier(
-    group: dist.ProcessGroup,
-    purpose: str,
-    timeout: timedelta | None = None,
-    check: Callable[[], None] = lambda: None,
+    group: dist.ProcessGroup, purpose: str, timeout: timedelta | None = None, check: Callable[[], None] = lambda: None
 ) -> None:
     """Barrier: return once every rank has made the matching call; see `store_all_gather`."""
     store_all_gather(group, purpose, "here", timeout, check)

@@ -11,12 +11,7 @@ from torch.futures import Future
 
 from gradwire.comm.executor import MAX_TASKS_IN_FLIGHT, Executor, Task, Workspace
 from gradwire.comm.plan import Plan
-from gradwire.comm.torch_internals import (
-    NO_BACKWARD,
-    current_backward,
-    profiler_range,
-    queue_callback,
-)
+from gradwire.comm.torch_internals import NO_BACKWARD, current_backward, profiler_range, queue_callback
 from gradwire.comm.transport import CLOSED, Driver, GroupTransport
 
 HIGH_PRIORITY = -1  # the few kernels of a hook must not queue after those of the backward
