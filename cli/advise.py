@@ -23,13 +23,13 @@ from gradwire.cli.advice_report import print_advice, to_json
 from gradwire.cli.options import (
     MAX_RANKS,
     MAX_THREADS,
-    finite,
-    in_a_folder,
     number,
+    output_file,
     parse_choices,
     parse_hooks,
     parse_list,
     parse_rate,
+    real_number,
 )
 from gradwire.planner import jobs
 from gradwire.planner.hook_registry import CAST, COMPARABLE, PLAIN
@@ -62,15 +62,8 @@ _Bandwidth = Annotated[
     str | None, typer.Option(help="Without torchrun: bandwidth of a node to assume, such as 100mbit.")
 ]
 _WorldSize = Annotated[int | None, number("Without torchrun: number of ranks to assume.", least=2, most=MAX_RANKS)]
-_Latency = Annotated[
-    float | None,
-    typer.Option(
-        min=0,
-        max=MAX_LATENCY,
-        callback=finite,
-        help=f"Without torchrun: latency between two nodes to assume, in microseconds. Default: {DEFAULT_LATENCY}.",
-    ),
-]
+_LATENCY = f"Without torchrun: latency between two nodes to assume, in microseconds. Default: {DEFAULT_LATENCY}."
+_Latency = Annotated[float | None, real_number("--latency", _LATENCY, MAX_LATENCY)]
 _RanksPerNode = Annotated[
     int,
     number(
@@ -79,30 +72,10 @@ _RanksPerNode = Annotated[
         most=MAX_RANKS,
     ),
 ]
-_Price = Annotated[
-    float | None,
-    typer.Option(
-        min=0,
-        max=MAX_PRICE,
-        callback=finite,
-        help="Price of a GB (1e9 bytes) between nodes: prints the traffic's cost.",
-    ),
-]
-_Json = Annotated[
-    Path | None,
-    typer.Option(
-        "--json", dir_okay=False, callback=in_a_folder, help="Write measurements and predictions to this file."
-    ),
-]
-_Plot = Annotated[
-    Path | None,
-    typer.Option(
-        "--plot",
-        dir_okay=False,
-        callback=in_a_folder,
-        help="Plot the step time against the bandwidth to this PNG file.",
-    ),
-]
+_PRICE = "Price of a GB (1e9 bytes) between nodes: prints the traffic's cost."
+_Price = Annotated[float | None, real_number("--price", _PRICE, MAX_PRICE)]
+_Json = Annotated[Path | None, output_file("--json", "Write measurements and predictions to this file.")]
+_Plot = Annotated[Path | None, output_file("--plot", "Plot the step time against the bandwidth to this PNG file.")]
 
 
 def advise_command(
@@ -209,25 +182,20 @@ def _measured(model: str, names: tuple[str, ...], given: GivenLink | None) -> Me
     device = bench_device()
     try:
         with _process_group(given is None, device):
-            measured = _measure(model, names, device, given)
+            if given is None and dist.get_world_size() == 1:
+                raise JobError(
+                    "The world size is 1, so there is nothing to exchange. Start more ranks, or run without torchrun "
+                    "and give --bandwidth and --world-size"
+                )
+            build = on_all_ranks(lambda: JOBS.get(model) or jobs.load(model))
+            measured = measure(build, names, device, given, _show)
+            _show("")
             return measured if dist.get_rank() == 0 else None
     except JobError as error:
         if error.__cause__ is not None:
             typer.echo("".join(traceback.format_exception(error.__cause__)), err=True)
         typer.echo(f"gradwire advise: {str(error).rstrip('.')}.", err=True)
         raise typer.Exit(1) from None
-
-
-def _measure(model: str, names: tuple[str, ...], device: torch.device, given: GivenLink | None) -> Measurement:
-    if given is None and dist.get_world_size() == 1:
-        raise JobError(
-            "The world size is 1, so there is nothing to exchange. Start more ranks, or run without torchrun "
-            "and give --bandwidth and --world-size"
-        )
-    build = on_all_ranks(lambda: JOBS.get(model) or jobs.load(model))
-    measured = measure(build, names, device, given, _show)
-    _show("")
-    return measured
 
 
 def _show(what: str) -> None:

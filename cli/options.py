@@ -63,9 +63,12 @@ def finite(number: float | None) -> float | None:
     return number
 
 
-DelayOption = Annotated[
-    float, typer.Option("--delay", min=0, max=MAX_DELAY_MS, help="Delay of the link in ms, each way.", callback=finite)
-]
+def real_number(flag: str, help: str, most: int) -> Any:
+    """An option that takes a number from 0 to ``most``."""
+    return typer.Option(flag, min=0, max=most, help=help, callback=finite)
+
+
+DelayOption = Annotated[float, real_number("--delay", "Delay of the link in ms, each way.", MAX_DELAY_MS)]
 HostsOption = Annotated[int, number("Number of hosts, one rank each.", least=2, most=16)]
 
 
@@ -87,12 +90,12 @@ def in_a_folder(parameter: typer.CallbackParam, path: Path | None) -> Path | Non
     return path
 
 
-OutputOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--output", help="Write the results to this file as JSON lines.", dir_okay=False, callback=in_a_folder
-    ),
-]
+def output_file(flag: str, help: str) -> Any:
+    """An option that names a file to write."""
+    return typer.Option(flag, help=help, dir_okay=False, callback=in_a_folder)
+
+
+OutputOption = Annotated[Path | None, output_file("--output", "Write the results to this file as JSON lines.")]
 
 
 def listed(hooks: dict[str, HookEntry]) -> str:

@@ -146,7 +146,7 @@ def test_single_process_uses_the_threads_torchrun_would_give(monkeypatch, enviro
         monkeypatch.setenv(name, value)
     given = []
     monkeypatch.setattr(torch, "set_num_threads", given.append)
-    monkeypatch.setattr(advise, "_measure", mock.Mock(side_effect=typer.Exit))
+    monkeypatch.setattr(advise, "_measured", mock.Mock(side_effect=typer.Exit))
     done = CliRunner().invoke(app, ["advise", *NETWORK, *arguments])
     assert done.exit_code == 0, done.output
     assert given == threads
@@ -154,7 +154,7 @@ def test_single_process_uses_the_threads_torchrun_would_give(monkeypatch, enviro
 
 def test_excluded_hooks_are_not_measured(monkeypatch):
     measure = mock.Mock(side_effect=typer.Exit)
-    monkeypatch.setattr(advise, "_measure", measure)
+    monkeypatch.setattr(advise, "_measured", measure)
     hooks = ["--hooks", "int8,int4,sign", "--exclude", "sign, int8,fp8"]
     done = CliRunner().invoke(app, ["advise", *NETWORK, *hooks])
     assert done.exit_code == 0, done.output

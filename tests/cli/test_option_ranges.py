@@ -63,7 +63,7 @@ def nothing_is_measured(monkeypatch, tmp_path):
     for module in (app, bench_runs):
         monkeypatch.setattr(module, "measured", partial(fail, "the measurement"))
     monkeypatch.setattr(bench_runs.namespaces, "obstacle", lambda: None)
-    monkeypatch.setattr(advise, "_measure", partial(fail, "the measurement"))
+    monkeypatch.setattr(advise, "_measured", partial(fail, "the measurement"))
     monkeypatch.setattr(advise.torch, "set_num_threads", lambda _: None)
 
 
