@@ -72,13 +72,11 @@ def _plain(hook: CommHook | None) -> Make:
     return lambda group, start: None if hook is None else (group, hook)
 
 
-def _cast(
-    name: str, description: str, theirs: CommHook, wire: torch.dtype, make: Make | None = None, *, is_same: bool = True
-) -> HookEntry:
-    """A hook that only casts; by default with the process group as its state."""
+def _cast(name: str, description: str, theirs: CommHook, wire: torch.dtype, *, is_same: bool = True) -> HookEntry:
+    """A hook that only casts."""
     return HookEntry(
         description=description,
-        make=make or _plain(hook_named(name).hook),
+        make=hook_named(name).registration,
         code=_code(name),
         wire=wire,
         pytorch=PyTorchHook(make=_plain(theirs), is_same=is_same),
@@ -135,21 +133,9 @@ HOOKS: dict[str, HookEntry] = {
     "fp16": _cast("fp16", "gradients in fp16", _FP16, torch.float16),
     "bf16": _cast("bf16", "gradients in bf16", _BF16, torch.bfloat16),
     "scaled-fp16": _cast(
-        "scaled-fp16",
-        "gradients in fp16, times a power of two per bucket",
-        _FP16,
-        torch.float16,
-        hook_named("scaled-fp16").registration,
-        is_same=False,
+        "scaled-fp16", "gradients in fp16, times a power of two per bucket", _FP16, torch.float16, is_same=False
     ),
-    "bf16-fp32-sum": _cast(
-        "bf16-fp32-sum",
-        "gradients in bf16, summed in fp32",
-        _BF16,
-        torch.bfloat16,
-        hook_named("bf16-fp32-sum").registration,
-        is_same=False,
-    ),
+    "bf16-fp32-sum": _cast("bf16-fp32-sum", "gradients in bf16, summed in fp32", _BF16, torch.bfloat16, is_same=False),
     **{name: _quantized(name) for name in QUANTIZED},
     **{f"powersgd-r{rank}": _low_rank(f"powersgd-r{rank}", f"factors of rank {rank}", is_same=True) for rank in RANKS},
     **{
