@@ -36,34 +36,17 @@ with private_names():
     )
     # What gradwire's class overrides, calls or reads of PyTorch's class. With mixed precision, its parameters also have
     # `_mp_param`, `_fp_param` and `_ddp_mp_hook_state`.
-    for _name in (
-        "_active_ddp_module",
-        "_build_params_for_reducer",
-        "_check_and_sync_module_buffers",
-        "_check_global_requires_backward_grad_sync",
-        "_check_sync_bufs_post_fwd",
-        "_ddp_init_helper",
-        "_distributed_broadcast_coalesced",
-        "_find_common_rank",
-        "_get_ddp_logging_data",
-        "_log_and_throw",
-        "_module_wait_for_copy_hook",
-        "_post_forward",
-        "_pre_forward",
-        "_register_builtin_comm_hook",
-        "_register_delay_all_reduce_hook",
-        "_setup_in_backward_optimizers",
-        "_sync_final_model",
-        "_sync_module_buffers",
-    ):
+    _IN_CLASS = """
+        _active_ddp_module _build_params_for_reducer _check_and_sync_module_buffers _check_sync_bufs_post_fwd
+        _check_global_requires_backward_grad_sync _ddp_init_helper _distributed_broadcast_coalesced _find_common_rank
+        _get_ddp_logging_data _log_and_throw _module_wait_for_copy_hook _post_forward _pre_forward
+        _register_builtin_comm_hook _register_delay_all_reduce_hook _setup_in_backward_optimizers _sync_final_model
+        _sync_module_buffers
+    """
+    for _name in _IN_CLASS.split():
         getattr(DDP, _name)
-    for _name in (
-        "_comm_hooks",
-        "_delay_grad_buffer",
-        "_delay_all_reduce_params",
-        "_module_parameters",
-        "_submodule_to_event",
-    ):
+    _IN_INSTANCE = "_comm_hooks _delay_grad_buffer _delay_all_reduce_params _module_parameters _submodule_to_event"
+    for _name in _IN_INSTANCE.split():
         if _name not in unwrap(DDP.__init__).__code__.co_names:  # assigned there
             raise AttributeError(f"'DistributedDataParallel' object has no attribute {_name!r}")
 
