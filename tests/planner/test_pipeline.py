@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradwire.planner.pipeline import BucketTimes, busy_until, exchange_ends
+from gradwire.planner.step_model import BucketTimes, busy_until, exchange_ends
 
 seconds = st.integers(0, 100)
 SMALL = BucketTimes((2, 3), (10,), (1,))
