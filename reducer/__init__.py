@@ -3,7 +3,6 @@
 distributed         `DistributedDataParallel`: its arguments, and the methods of PyTorch's class that differ
 reducer             gradients become ready, buckets are launched, results become gradients
 autograd_hooks      which gradients are complete
-backward            the state of one backward
 bucket              a bucket's gradients, flat buffer, launch and result; delayed parameters
 bucketing           which parameters share a bucket, and the rebuild of the buckets
 unused_parameters   parameters without a gradient in a backward

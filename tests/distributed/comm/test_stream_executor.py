@@ -25,7 +25,7 @@ from gradwire.algorithms import (
 from gradwire.comm import Task
 from gradwire.comm.plan import Plan
 from gradwire.comm.stream_executor import StreamExecutor
-from gradwire.reducer.backward import Backward
+from gradwire.reducer.reducer import Backward
 from tests.support.stream_double import Race, Stream, StreamTransport, stream_double
 
 CPU = torch.device("cpu")
