@@ -1,4 +1,6 @@
-"""`reduce_bucket`, which averages a bucket with an algorithm, and `all_reduce_on_cpu`, the plain average on a CPU."""
+"""Averages of a bucket: `reduce_bucket` with an algorithm, `quantized_reduction` in a wire format without a state, and
+`all_reduce_on_cpu`, the plain average on a CPU.
+"""
 
 import functools
 import logging
@@ -6,17 +8,27 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch.futures import Future
 
-from gradwire.algorithms import Step, is_repeatable, sparse_all_reduce
+from gradwire.algorithms import (
+    NodeBucket,
+    Quantization,
+    QuantizedBucket,
+    Step,
+    is_repeatable,
+    repeatable,
+    sparse_all_reduce,
+)
+from gradwire.algorithms._validation import check_whole_number
 from gradwire.algorithms.memory import BucketMemory
-from gradwire.comm import Algorithm, Connections, Task, Workspace
+from gradwire.comm import Algorithm, Connections, Task, Transport, Workspace
 from gradwire.comm.connections import BACKWARD
 from gradwire.comm.stream_executor import StreamExecutor
-from gradwire.hooks._bucket import Bucket, BucketWork, TorchBucket
-from gradwire.hooks._plans import Plans
+from gradwire.hooks._bucket import Bucket, BucketWork, GradBucket, TorchBucket
+from gradwire.hooks._plans import Plans, replayed
 from gradwire.hooks._settings import HookSettings
-from gradwire.kernels import is_capturing
+from gradwire.kernels import WIRE_FORMATS, is_capturing
 
 logger = logging.getLogger("gradwire.hooks")
 
@@ -105,3 +117,56 @@ def all_reduce_on_cpu(connections: Connections, bucket: Bucket) -> Future[torch.
         return result
 
     return transport.start_all_reduce(wire).then(finished)
+
+
+def check_local_size(value: object) -> None:
+    """Raise ValueError unless ``value`` is "auto" or a number of ranks."""
+    if value != "auto":
+        check_whole_number("local_size", value, "'auto', or the number of ranks on each node, at least 1", 1)
+
+
+def ranks_on_node(local_size: int | str, transport: Transport) -> int:
+    """The number of consecutive ranks on each node, which divides the world size; that which they found for "auto"."""
+    size = transport.local_size if isinstance(local_size, str) else local_size
+    if transport.world_size % size != 0:
+        raise ValueError(
+            f"local_size is {size}, but {transport.world_size} ranks exchange gradients; expected a divisor of that "
+            "number: every node has equally many ranks. Pass 'auto', or 1 to exchange among all ranks directly."
+        )
+    return size
+
+
+def bucket_kind(options: Quantization) -> type[QuantizedBucket] | type[NodeBucket]:
+    """The class of buckets that are averaged among all ranks directly, or on nodes of several ranks."""
+    return NodeBucket if options.local_size > 1 else QuantizedBucket
+
+
+@repeatable
+def quantized(step: Step) -> Algorithm[None]:
+    """The algorithm of a bucket of `bucket_kind`."""
+    return step.memory.all_reduce(step)  # type: ignore[no-any-return]
+
+
+def quantized_reduction(
+    process_group: dist.ProcessGroup | None,
+    bucket: GradBucket,
+    wire: str,
+    block_size: int,
+    local_size: int | str,
+    settings: HookSettings,
+) -> Future[torch.Tensor]:
+    """Average a bucket in a format of `WIRE_FORMATS`, with sums in fp32 and without memory; see `QuantizationState`."""
+    adapted = Bucket.of(bucket)
+    connections = settings.handshake.agree(settings, adapted, process_group)
+    if (future := replayed(settings, adapted, connections, quantized)) is not None:
+        return future
+    if adapted.is_sparse:
+        return reduce_bucket(connections, adapted, quantized, settings)
+    transport = connections.executor(adapted.device).transport
+    buckets, n_local = adapted.kept_layouts(transport), ranks_on_node(local_size, transport)
+    key = (wire, block_size, n_local, adapted.dtype, *adapted.layouts)
+    if key not in buckets:
+        formats = [WIRE_FORMATS[wire]] * len(adapted.layouts)
+        options = Quantization(block_size=block_size, error_dtype=None, local_size=n_local)
+        buckets[key] = bucket_kind(options)(adapted.real_layouts(), formats, transport, options)
+    return reduce_bucket(connections, adapted, quantized, settings, memory=buckets[key])

@@ -15,8 +15,7 @@ from gradwire.algorithms._validation import check_choice, check_keywords
 from gradwire.hooks._bucket import Bucket, GradBucket, tensor_in
 from gradwire.hooks._decorators import CommHook, ddp_hook, replayable, zero_copy
 from gradwire.hooks._plans import replayed
-from gradwire.hooks._quantized_reduction import check_local_size, quantized_reduction
-from gradwire.hooks._reduction import all_reduce_on_cpu, reduce_bucket
+from gradwire.hooks._reduction import all_reduce_on_cpu, check_local_size, quantized_reduction, reduce_bucket
 from gradwire.hooks._settings import HookSettings, settings_of
 
 __all__ = [

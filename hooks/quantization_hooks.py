@@ -21,13 +21,7 @@ from gradwire.comm import Transport
 from gradwire.hooks._bucket import GradBucket
 from gradwire.hooks._decorators import ddp_hook, replayable
 from gradwire.hooks._memory import ERRORS
-from gradwire.hooks._quantized_reduction import (
-    bucket_kind,
-    check_local_size,
-    quantized,
-    quantized_reduction,
-    ranks_on_node,
-)
+from gradwire.hooks._reduction import bucket_kind, check_local_size, quantized, quantized_reduction, ranks_on_node
 from gradwire.hooks._settings import settings_of
 from gradwire.hooks.hook_state import HookState, Memory, hook_for
 from gradwire.kernels import as_real, layout_in_dtype
