@@ -41,6 +41,7 @@ grid stay as they are; the expectation is y plus at most 2^-24.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import floor, frexp, gcd, ldexp
@@ -67,12 +68,12 @@ class WireFormat:
     Attributes:
         name: the name that users write.
         bits: payload bits per element.
-        levels: the largest magnitude on the grid, in units of the scale; 0: there are no scales.
         dtype: dtype of the payload's elements.
         kind: kind of codes. The CPU path and Triton's kernels have code for each kind.
         spacing: distance of neighbors on a grid of integers, in units of the scale.
         dtypes: the dtypes that the payload's elements may have.
-        packed_bits: the bits per element that all implementations can pack.
+        levels_of: the largest magnitude on the grid, in units of the scale, by the bits per element that all
+            implementations can pack; 0: there are no scales.
 
     Raises:
         ValueError: the implementations cannot encode and decode such a format.
@@ -80,26 +81,26 @@ class WireFormat:
 
     name: str
     bits: int
-    levels: int = 0
     dtype: torch.dtype = torch.uint8
     kind: ClassVar[str]
     spacing: ClassVar[int] = 1
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.uint8,)
-    packed_bits: ClassVar[tuple[int, ...]]
+    levels_of: ClassVar[Mapping[int, int]]
 
     def __post_init__(self) -> None:
-        self._expect("dtype", self.dtype in self.dtypes, f"one of {', '.join(map(str, self.dtypes))}")
-        self._expect("bits", self.bits in self.packed_bits, f"one of {', '.join(map(str, self.packed_bits))}")
-        self._check()
+        self._expect("dtype", self.dtypes)
+        in_dtype = [8 * self.dtype.itemsize] if self.dtype.is_floating_point else [*self.levels_of]
+        self._expect("bits", in_dtype)
 
-    def _check(self) -> None:
-        """Raise ValueError unless the codes are right for these levels."""
-        raise NotImplementedError
-
-    def _expect(self, attribute: str, is_right: bool, expected: str) -> None:
-        if not is_right:
-            value = getattr(self, attribute)
+    def _expect(self, attribute: str, choices: Sequence[object]) -> None:
+        if (value := getattr(self, attribute)) not in choices:
+            expected = f"one of {', '.join(map(str, choices))}"
             raise ValueError(f"{attribute} of the wire format {self.name!r} is {value!r}; expected {expected}.")
+
+    @cached_property
+    def levels(self) -> int:
+        """The largest magnitude on the grid, in units of the scale; 0: there are no scales."""
+        return self.levels_of[self.bits]
 
     @cached_property
     def element(self) -> str:
@@ -202,11 +203,7 @@ class Integers(WireFormat):
     """Integers from -levels to levels - 1."""
 
     kind = "integers"
-    packed_bits = (2, 4, 6, 8)
-
-    def _check(self) -> None:
-        half = 1 << self.bits - 1
-        self._expect("levels", self.levels == half, f"{half}, half the integers of {self.bits} bits")
+    levels_of: ClassVar = {2: 2, 4: 8, 6: 32, 8: 128}
 
     @cached_property
     def offset(self) -> int:
@@ -231,11 +228,7 @@ class OddIntegers(WireFormat):
 
     kind = "odd integers"
     spacing = 2
-    packed_bits = (2, 4)
-
-    def _check(self) -> None:
-        largest = (1 << self.bits) - 1
-        self._expect("levels", self.levels == largest, f"{largest}, the largest of 2^{self.bits} odd numbers")
+    levels_of: ClassVar = {2: 3, 4: 15}
 
     def payload(self, valid: Tensor, scaled: Tensor) -> Tensor:  # noqa: D102
         codes = (scaled * 0.5).floor() + self.offset  # 2 floor(y / 2) + 1 is the odd number nearest to y
@@ -250,10 +243,7 @@ class Signs(WireFormat):
 
     kind = "signs"
     spacing = 2
-    packed_bits = (1,)
-
-    def _check(self) -> None:
-        self._expect("levels", self.levels == 1, "1")
+    levels_of: ClassVar = {1: 1}
 
     def scales(self, blocks: Tensor, counts: Tensor) -> Tensor:  # noqa: D102
         magnitudes = blocks.abs()
@@ -286,10 +276,7 @@ class Float8(WireFormat):
     """Numbers in e4m3fn."""
 
     kind = "e4m3fn"
-    packed_bits = (8,)
-
-    def _check(self) -> None:
-        self._expect("levels", self.levels == 448, "448, the largest number in e4m3fn")
+    levels_of: ClassVar = {8: 448}
 
     def payload(self, valid: Tensor, scaled: Tensor) -> Tensor:  # noqa: D102
         return _narrow(scaled, torch.float8_e4m3fn).view(torch.uint8)
@@ -303,12 +290,7 @@ class Floats(WireFormat):
 
     kind = "floats"
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
-    packed_bits = (16, 32)
-
-    def _check(self) -> None:
-        bits = 8 * self.dtype.itemsize
-        self._expect("bits", self.bits == bits, f"{bits}, the size of {self.dtype}")
-        self._expect("levels", self.levels == 0, "0: there are no scales")
+    levels_of: ClassVar = {16: 0, 32: 0}
 
     def encode(self, blocks: Tensor, counts: Tensor) -> tuple[Tensor | None, Tensor]:  # noqa: D102
         return None, _narrow(blocks, self.dtype).view(torch.uint8)
@@ -321,15 +303,15 @@ class Floats(WireFormat):
 
 
 _FORMATS: tuple[WireFormat, ...] = (
-    Integers("int8", 8, levels=128),
-    Float8("fp8", 8, levels=448),
-    Integers("int6", 6, levels=32),
-    Integers("int4", 4, levels=8),
-    OddIntegers("int2", 2, levels=3),
-    Signs("sign", 1, levels=1),
-    Floats("bf16", 16, dtype=torch.bfloat16),
-    Floats("fp16", 16, dtype=torch.float16),
-    Floats("fp32", 32, dtype=torch.float32),
+    Integers("int8", 8),
+    Float8("fp8", 8),
+    Integers("int6", 6),
+    Integers("int4", 4),
+    OddIntegers("int2", 2),
+    Signs("sign", 1),
+    Floats("bf16", 16, torch.bfloat16),
+    Floats("fp16", 16, torch.float16),
+    Floats("fp32", 32, torch.float32),
 )
 WIRE_FORMATS = {wire.name: wire for wire in _FORMATS}
 

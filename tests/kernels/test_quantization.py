@@ -298,8 +298,8 @@ def test_full_and_partial_chunks_match_reference(wire, device):
 
 
 NEW_FORMATS = [
-    Integers("int2 with a zero", 2, levels=2),
-    OddIntegers("odd int4", 4, levels=15),
+    Integers("int2 with a zero", 2),
+    OddIntegers("odd int4", 4),
     Floats("brain", 16, dtype=BF16),
 ]
 

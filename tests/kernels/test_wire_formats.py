@@ -203,24 +203,22 @@ KINDS = [Integers, OddIntegers, Signs, Float8, Floats]
 @PROPERTY
 @given(
     bits=st.integers(-1, 17) | st.sampled_from([32, 64]),
-    levels=st.integers(-1, 300) | st.sampled_from([0, 448, 7.5, 65535]),
     kind=st.sampled_from(KINDS),
     dtype=st.sampled_from([torch.uint8, torch.bfloat16, torch.float64]),
     block_size=st.sampled_from([32, 64, 1024]),
 )
-@example(bits=3, levels=3, kind=Integers, dtype=torch.uint8, block_size=64)
-@example(bits=4, levels=8, kind=Integers, dtype=torch.uint8, block_size=64)
-@example(bits=6, levels=32, kind=Integers, dtype=torch.uint8, block_size=32)
-@example(bits=4, levels=16, kind=Integers, dtype=torch.uint8, block_size=64)
-@example(bits=2, levels=2, kind=Integers, dtype=torch.uint8, block_size=64)
-@example(bits=4, levels=15, kind=OddIntegers, dtype=torch.uint8, block_size=64)
-@example(bits=8, levels=448, kind=Float8, dtype=torch.uint8, block_size=64)
-@example(bits=16, levels=0, kind=Floats, dtype=torch.bfloat16, block_size=64)
-def test_format_decodes_what_it_encodes_or_is_refused(bits, levels, kind, dtype, block_size):
+@example(bits=3, kind=Integers, dtype=torch.uint8, block_size=64)
+@example(bits=4, kind=Integers, dtype=torch.uint8, block_size=64)
+@example(bits=6, kind=Integers, dtype=torch.uint8, block_size=32)
+@example(bits=2, kind=Integers, dtype=torch.uint8, block_size=64)
+@example(bits=4, kind=OddIntegers, dtype=torch.uint8, block_size=64)
+@example(bits=8, kind=Float8, dtype=torch.uint8, block_size=64)
+@example(bits=16, kind=Floats, dtype=torch.bfloat16, block_size=64)
+def test_format_decodes_what_it_encodes_or_is_refused(bits, kind, dtype, block_size):
     try:
-        wire = kind("new", bits, levels, dtype)
+        wire = kind("new", bits, dtype)
     except ValueError as error:
-        assert str(error).split()[0] in ("bits", "levels", "dtype")
+        assert str(error).split()[0] in ("bits", "dtype")
         assert "of the wire format 'new' is" in str(error) and "; expected" in str(error)
         return
     blocks = torch.randn(20, block_size, generator=torch.Generator().manual_seed(bits))
@@ -234,9 +232,9 @@ def test_format_decodes_what_it_encodes_or_is_refused(bits, levels, kind, dtype,
     elif kind is Signs:
         assert (error.norm(dim=1) <= blocks.norm(dim=1)).all()
     else:  # half a distance of the grid, relative to the scale, which is rounded up to bf16
-        steps = wire.spacing * largest / levels * (1 + 2.0**-7)
+        steps = wire.spacing * largest / wire.levels * (1 + 2.0**-7)
         top = torch.where(blocks.amin(1, keepdim=True) == -largest, -1, 1)
-        is_saturated = (blocks * top < -(levels - 0.5) * scales.abs()) & (kind is Integers)
+        is_saturated = (blocks * top < -(wire.levels - 0.5) * scales.abs()) & (kind is Integers)
         assert (error <= torch.where(is_saturated, steps, steps / 2)).all()
 
 
