@@ -22,3 +22,7 @@ __all__ = [
     "scaled_cast_hooks",
     "telemetry",
 ]
+
+for _name in __all__:  # tab completion shows the public names
+    _module = globals()[_name]
+    vars(_module)["__dir__"] = _module.__all__.copy

@@ -10,10 +10,6 @@ from gradwire.hooks._decorators import ddp_hook, zero_copy
 __all__ = ["noop_hook"]
 
 
-def __dir__() -> list[str]:
-    return __all__
-
-
 @zero_copy
 @ddp_hook()
 def noop_hook(_: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -27,11 +27,6 @@ __all__ = [
     "fp16_compress_wrapper",
 ]
 
-
-def __dir__() -> list[str]:
-    return __all__
-
-
 _BLOCK_NUMEL = 64  # fp32 accumulation distributes blocks of this size over the ranks; 16-bit formats have no scales
 
 

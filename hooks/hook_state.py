@@ -39,11 +39,6 @@ from gradwire.hooks._settings import HookSettings
 
 __all__ = ["BucketMemory", "HookSettings", "HookState", "Memory", "Step", "hook_for"]
 
-
-def __dir__() -> list[str]:
-    return __all__
-
-
 PREPARE_TIMEOUT = timedelta(minutes=2)
 STATE_DICT_TIMEOUT = timedelta(seconds=10)  # early: a waiting rank is usually the only caller
 

@@ -46,11 +46,6 @@ from gradwire.kernels import WIRE_FORMATS, as_real, compute_dtype, gradient_layo
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 
-
-def __dir__() -> list[str]:
-    return __all__
-
-
 logger = logging.getLogger("gradwire.hooks.powerSGD_hook")
 
 # Four times PyTorch's default. The payload is so small that two collectives, kernel launches and thread switches

@@ -29,10 +29,6 @@ from gradwire.kernels import as_real, layout_in_dtype
 __all__ = ["QuantizationState", "quantization_hook", "quantization_perchannel_hook", "quantization_pertensor_hook"]
 
 
-def __dir__() -> list[str]:
-    return __all__
-
-
 @dataclass(frozen=True, kw_only=True)
 class QuantizationOptions(WirePolicy):
     """The options of `QuantizationState`, documented there."""

@@ -27,10 +27,6 @@ from gradwire.kernels import MAX_EXPONENT, is_capturing
 __all__ = ["ScaledCastState", "scaled_cast_hook"]
 
 
-def __dir__() -> list[str]:
-    return __all__
-
-
 class _Place(NamedTuple):
     """The place of a bucket in its step, which the algorithm gets as the memory of the `Step`."""
 

@@ -37,11 +37,6 @@ from gradwire.kernels import compute_dtype
 
 __all__ = ["to_jsonl", "to_tensorboard", "to_wandb"]
 
-
-def __dir__() -> list[str]:
-    return __all__
-
-
 logger = logging.getLogger(__name__)
 
 Report = Callable[[Mapping[str, float]], None]
