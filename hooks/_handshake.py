@@ -149,17 +149,12 @@ def digest(value: object) -> str:
     if isinstance(value, Mapping):
         for name, tensor in sorted(value.items()):
             hashed.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} ".encode())
-            _hash_bytes(hashed, tensor)
+            here = tensor.detach().to("cpu").contiguous()  # in row-major order
+            if here.numel() > 0:
+                hashed.update((ctypes.c_char * here.nbytes).from_address(here.data_ptr()))
     else:
         hashed.update(repr(value).encode())
     return hashed.hexdigest()
-
-
-def _hash_bytes(hashed: blake2b, tensor: torch.Tensor) -> None:
-    """Update a hash with the bits of a tensor, in row-major order."""
-    here = tensor.detach().to("cpu").contiguous()
-    if here.numel() > 0:
-        hashed.update((ctypes.c_char * here.nbytes).from_address(here.data_ptr()))
 
 
 def compare_settings(

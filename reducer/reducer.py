@@ -329,7 +329,9 @@ class Reducer:
         calls = self._backward.calls
         calls[index] += 1
         if self.static_calls is None:
-            self._queue_delay()  # unless the hook of an output has: an output may be no tensor that `tensors_in` finds
+            self._backward.delay.queue(
+                self._delay_all_reduce
+            )  # unless the hook of an output has: an output may be no tensor that `tensors_in` finds
             self.times.record("backward_compute_time_start")
             return False
         expected = self.static_calls[index]
@@ -636,9 +638,6 @@ class Reducer:
             self._raise(errors.STATIC_GRAPH_TOO_LATE.format(iterations=self.times.iterations))
         self.static_graph = self._backward.may_leave_out = True
 
-    def _queue_delay(self) -> None:
-        self._backward.delay.queue(self._delay_all_reduce)
-
     def _delay_all_reduce(self) -> None:
         """Reduce all buckets at the end of the first backward of a static graph, and keep the calls of its hooks."""
         if self._backward.phase is Phase.DONE:  # no_sync counts nothing
@@ -787,7 +786,7 @@ def _make_output_hook(reference: weakref.ref[Reducer], is_synchronized: bool) ->
             return
         backward = reducer._backward
         if reducer.static_graph and reducer.static_calls is None:
-            reducer._queue_delay()
+            backward.delay.queue(reducer._delay_all_reduce)
         elif is_synchronized and backward.phase in (Phase.DONE, Phase.AGAIN):
             if backward.phase is Phase.AGAIN and not backward.follower.is_queued:
                 reducer._check_reducer_finalized()  # raises: an earlier further backward has
