@@ -80,8 +80,8 @@ soak: install
 # Tests and examples of the trainers, with the real packages, which this installs into .venv; ten minutes. `make test`
 # skips those of packages that are absent. torch and triton stay as constraints.txt pins them.
 test-integrations: install
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,integrations]" --config-settings editable_mode=strict
-	$(BIN)/python -c "import accelerate, lightning, ray.train, transformers"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,integrations]" "deepspeed>=0.19" --config-settings editable_mode=strict
+	$(BIN)/python -c "import accelerate, deepspeed, lightning, ray.train, transformers"
 	env OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integrations tests/project/test_examples.py
 
 # Kernel tests with the oldest supported Triton, a dependency of PyTorch 2.11's GPU builds.

@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.harness import World
 
-TRAINERS = ("accelerate", "lightning", "ray", "transformers")
+TRAINERS = ("accelerate", "deepspeed", "lightning", "ray", "transformers")
 
 
 def pytest_report_header():
