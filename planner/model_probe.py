@@ -118,12 +118,10 @@ def measure_optimizer(job: Job, device: torch.device) -> float | None:
 
 def spec_of(bucket: GradBucket, names: list[str], model_parameters: Sequence[Tensor]) -> BucketSpec:
     """The specification of a bucket of either DDP; with the model's parameters, one handshake serves all buckets."""
-    parameters = bucket.parameters()
     return BucketSpec(
         index=bucket.index(),
         is_last=bucket.is_last(),
-        members=list(range(len(parameters))),
-        parameters=parameters,
+        parameters=bucket.parameters(),
         names=names,
         model_parameters=model_parameters,
     )

@@ -37,7 +37,7 @@ class BucketSpec:
 
     index: int  # position in the order of launch
     is_last: bool
-    members: list[int]  # indices of its parameters in the model
+    members: Sequence[int] = ()  # indices of its parameters in the model, for the reducer
     parameters: list[Tensor]  # in the order of their gradients in the buffer
     names: list[str]  # parameter names, as in ``module.named_parameters()``
     model_parameters: Sequence[Tensor] = ()  # all parameters that the reducer averages

@@ -69,7 +69,7 @@ def make_buckets(
         spec = BucketSpec(
             index=index,
             is_last=index == len(assignment) - 1,
-            members=list(members),
+            members=members,
             parameters=[options.parameters[i] for i in members],
             names=[options.names[i] for i in members],
             model_parameters=options.parameters,

@@ -12,6 +12,7 @@ from gradwire.comm import Algorithm, Collective, Driver, Transport, Workspace, c
 from gradwire.comm.executor import Executor, Task
 from gradwire.comm.transport import AllGather, AllReduce, AllToAll
 from gradwire.hooks.hook_state import HookState
+from gradwire.reducer.bucket import BucketSpec, DenseBucket
 from gradwire.testing._cases import Case, Model
 
 CPU = torch.device("cpu")
@@ -63,34 +64,6 @@ def _run(awaited: Sequence[Collective], n_others: int) -> None:
         shot.target.copy_(sources[senders].movedim(0, 1))
 
 
-class FlatBucket:
-    """A bucket with one flat buffer, as PyTorch's DDP passes it to hooks: all parameters of a model."""
-
-    def __init__(self, parameters: Iterable[Tensor], gradients: Iterable[Tensor]) -> None:
-        self._parameters = list(parameters)
-        self._buffer = torch.cat([gradient.reshape(-1) for gradient in gradients])
-
-    def index(self) -> int:
-        return 0
-
-    def is_last(self) -> bool:
-        return True
-
-    def parameters(self) -> list[Tensor]:
-        return self._parameters
-
-    def buffer(self) -> Tensor:
-        return self._buffer
-
-    def set_buffer(self, buffer: Tensor) -> None:
-        self._buffer = buffer
-
-    def gradients(self) -> list[Tensor]:
-        """The gradients: views of the buffer."""
-        parts = self._buffer.split([parameter.numel() for parameter in self._parameters])
-        return [part.view(parameter.shape) for part, parameter in zip(parts, self._parameters, strict=True)]
-
-
 class _Rank(Executor):
     """The executor of one of many ranks, which collects the tasks of a step."""
 
@@ -105,6 +78,17 @@ class _Rank(Executor):
         return future
 
 
+def _bucket(model: Model, names: list[str], gradients: Iterable[Tensor]) -> DenseBucket:
+    """All parameters of a model in one bucket, flat as PyTorch's."""
+    parameters: list[Tensor] = [*model.parameters()]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    spec = BucketSpec(index=0, is_last=True, parameters=parameters, names=names, model_parameters=parameters)
+    bucket = DenseBucket(spec, as_view=False)
+    bucket.collect(zero_copy=False)
+    return bucket
+
+
 def train_many(case: Case, ranks: int, steps: int, make_state: Callable[[], Any], hook: Any) -> list[Tensor]:
     """The flat reduced gradients of rank 0 in each of some steps on ``ranks`` ranks with the same gradients."""
     models = [Model(case) for _ in range(min(ranks, SIMULATED))]
@@ -117,8 +101,7 @@ def train_many(case: Case, ranks: int, steps: int, make_state: Callable[[], Any]
         futures = []
         for state, model, executor in zip(states, models, executors, strict=True):
             connections_of(None).replace_executor(executor, CPU)
-            bucket = FlatBucket(model.parameters(), case.gradients(0, step).values())
-            futures.append(hook(state, bucket))
+            futures.append(hook(state, _bucket(model, case.names, case.gradients(0, step).values())))
         for tasks in zip(*(executor.tasks for executor in executors), strict=True):
             values = run_in_lockstep([algorithm for algorithm, _, _ in tasks], world_size=ranks)
             for (_, result, future), value in zip(tasks, values, strict=True):
