@@ -264,13 +264,12 @@ class HookState(HookSettings):
         return self.memory.memory_of(bucket, names, group)
 
     def _begin_step(self) -> None:
-        if self.steps.is_open:
-            self._end_open_step()
+        self._end_open_step()
         if self.memory.scaler is not None:
             self.memory.match_scale()
 
     def _end_open_step(self) -> None:
-        """End a step whose last bucket was skipped or went to another hook."""
+        """End a step, if one is open, whose last bucket was skipped or went to another hook."""
         if self.steps.is_open:
             self._count_step()
 

@@ -102,10 +102,6 @@ class ScaledCastState(HookState):
         """Number of steps with a non-finite reduced gradient. Reading it waits for the device."""
         return int(self._counters[2])
 
-    def __repr__(self) -> str:
-        options = ", ".join(f"{name}={value!r}" for name, value in vars(self.options).items())
-        return f"{type(self).__name__}({options})"
-
     def _device_counters(self) -> dict[str, torch.Tensor]:
         return dict(zip(("nonfinite_elements", "saturated_elements", "skipped_steps"), self._counters, strict=False))
 
