@@ -329,9 +329,8 @@ class Reducer:
         calls = self._backward.calls
         calls[index] += 1
         if self.static_calls is None:
-            self._backward.delay.queue(
-                self._delay_all_reduce
-            )  # unless the hook of an output has: an output may be no tensor that `tensors_in` finds
+            # Unless the hook of an output has: an output may be no tensor that `tensors_in` finds.
+            self._backward.delay.queue(self._delay_all_reduce)
             self.times.record("backward_compute_time_start")
             return False
         expected = self.static_calls[index]
