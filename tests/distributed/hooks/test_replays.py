@@ -254,22 +254,26 @@ def capture(run):
     run.patch(torch.cuda, "is_current_stream_capturing", lambda: True)
 
 
-def fail(run):
-    """The third of four collectives raises; then the ranks go on."""
-    calls, before = [], GroupTransport.run
+def fail_in(number):
+    """Collective ``number`` of a step raises; then the ranks go on."""
 
-    def failing(transport, collective):
-        calls.append(collective)
-        if len(calls) == 3:
-            raise Fault("expected")
-        before(transport, collective)
+    def fail(run):
+        calls, before = [], GroupTransport.run
 
-    called = run._replay.call_count
-    with mock.patch.object(GroupTransport, "run", failing), pytest.raises(Fault):
-        run.step()
-    assert len(calls) == 3, "no collectives after the first failure"
-    assert run._replay.call_count - called == 2 * run.with_replays
-    run.ddp.resynchronize()
+        def failing(transport, collective):
+            calls.append(collective)
+            if len(calls) == number:
+                raise Fault("expected")
+            before(transport, collective)
+
+        called = run._replay.call_count
+        with mock.patch.object(GroupTransport, "run", failing), pytest.raises(Fault):
+            run.step()
+        assert len(calls) == number, "no collectives after the first failure"
+        assert run._replay.call_count - called == 2 * run.with_replays
+        run.ddp.resynchronize()
+
+    return fail
 
 
 def register_int4(run):
@@ -325,7 +329,8 @@ CHANGES = {
     "own algorithm": (own_algorithm, [], [0, 0, 0], {"replays_before": 0}),
     "buckets of equal layouts": (per_channel, [], [2, 2], {"cap": TWO_BUCKETS, "shapes": [(8, 8), (8, 8)]}),
     "dropped memory": (int4(), [drop_memory], [0, 0, 1], {}),
-    "failure": (int4(), [fail], [0, 0, 0, 2], {"cap": TWO_BUCKETS}),
+    "failure": (int4(), [fail_in(3)], [0, 0, 0, 2], {"cap": TWO_BUCKETS}),
+    "failure without a hook": (None, [fail_in(2)], [0, 0, 0, 2], {"cap": TWO_BUCKETS}),
     "skipped bucket": (STATE, [nothing], [0, 2, 2, 2], SKIPS),
 }
 
