@@ -121,7 +121,8 @@ bench-rounding: install
 # Losses after 2,000 steps, and with a quantized reduce-scatter: takes hours. Kept trainings are not repeated.
 LONG_HOOKS := none,int8,int6,int4,int2,sign,powersgd-r4,powersgd-r16,powersgd-r16-int8,powersgd-r32-int8
 bench-losses: install
-	$(BIN)/gradwire bench converge --task small-text --steps 2000 --hooks $(LONG_HOOKS) --output bench/results/converge_long_text.jsonl
+	$(BIN)/gradwire bench converge --task small-text --steps 2000 --optimizers adamw,muon,sgd --hooks $(LONG_HOOKS) --output bench/results/converge_long_text.jsonl
+	$(BIN)/gradwire bench converge --task digits --steps 2000 --optimizers adamw,sgd --hooks $(LONG_HOOKS) --output bench/results/converge_long_digits.jsonl
 	$(TOOL).validate sharded --output bench/results/sharded_losses.jsonl
 
 bench-telemetry: install
