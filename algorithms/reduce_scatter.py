@@ -72,7 +72,7 @@ async def quantized_reduce_scatter(
 def start_reduce_scatter(
     bucket: ScatterBucket, gradients: Tensor, output: Tensor, scale: float, iteration: int, executor: Executor
 ) -> Future[Any]:
-    """Submit `quantized_reduce_scatter` to an executor. Returns its future."""
+    """Submit `quantized_reduce_scatter` to an executor. Returns the future of ``output``."""
     transport = executor.transport
     return executor.submit(
         Task(
@@ -80,6 +80,7 @@ def start_reduce_scatter(
                 bucket, gradients, output, scale, iteration, transport, workspace
             ),
             "gradwire::reduce-scatter",
+            output,
         )
     )
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from gradwire.collectives.memory import Entry, Memory
-from gradwire.collectives.places import AveragePlace, Calls, P, ScatterPlace, calls_on, stateless_place
+from gradwire.collectives.places import AveragePlace, Calls, P, Place, ScatterPlace, calls_on, stateless_place
 from gradwire.comm import connections_of
 from gradwire.comm.connections import ADVICE, may_follow_from_peer
 from gradwire.comm.store_collectives import gather_json
@@ -30,13 +30,16 @@ class CompressedWork(dist.Work):
 
     Args:
         group: the ranks.
+        place: the place of its tensors.
         exchange: the future of the exchange.
         finish: turns its value into the value of the collective's future: the tensors that it has written.
     """
 
-    def __init__(self, group: dist.ProcessGroup, exchange: Future[Any], finish: Callable[[Any], list[Tensor]]) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, place: Place, exchange: Future[Any], finish: Callable[[Any], list[Tensor]]
+    ) -> None:
         super().__init__()
-        self._connections, self._exchange = connections_of(group), exchange
+        self._connections, self._place, self._exchange = connections_of(group), place, exchange
         self._future = exchange.then(lambda done: finish(done.value()))
         self._calls = calls_on(self._connections)
         self._number = self._calls.count
@@ -53,6 +56,8 @@ class CompressedWork(dist.Work):
                 raise
             raise RuntimeError(f"{elsewhere}\n{ADVICE}") from error
         self._future.wait()
+        if self._place.in_flight is self._exchange:
+            self._place.in_flight = None  # it holds the tensors
         return True
 
     def is_completed(self) -> bool:
@@ -131,7 +136,7 @@ def all_reduce_coalesced(
                 torch._foreach_mul_(tensors, size)
         return tensors
 
-    return _result(CompressedWork(group, future, finish), async_op)
+    return _result(CompressedWork(group, place, future, finish), async_op)
 
 
 def reduce_scatter_tensor(
@@ -171,7 +176,7 @@ def reduce_scatter_tensor(
         place = _place(ScatterPlace, [source], wire, group, calls, memory)
         future = place.start(source, target, 1.0 if op == SUM else 1 / group.size())
         connections_of(group).finish()
-    return _result(CompressedWork(group, future, lambda _: [output]), async_op)
+    return _result(CompressedWork(group, place, future, lambda _: [output]), async_op)
 
 
 def resynchronize(group: dist.ProcessGroup | None = None, *memories: Memory) -> None:

@@ -6,6 +6,7 @@ import logging
 import weakref
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
@@ -76,6 +77,7 @@ class AveragePlace:
 
     Attributes:
         state: state of the hook, with the error memory.
+        in_flight: the exchange of the latest call; None once a `CompressedWork.wait` has ended.
     """
 
     collective = "all_reduce"
@@ -97,16 +99,20 @@ class AveragePlace:
         self._hook: Any = named.hook
         self._bucket = TensorBucket(tensors, names, group)
         self._table = SegmentTable(self._bucket.parameters())  # of `finish`, while another call is in flight
-        self._in_flight: Future[Any] | None = None
+        self.in_flight: Future[Any] | None = None
         if isinstance(self.state, HookState):
             self.state.names.bind_layouts(dict(zip(names, self._bucket.parameters(), strict=True)))
 
     def start(self, tensors: Sequence[Tensor]) -> Future[Any]:
         """Start to replace the tensors by their mean over the ranks; `finish` takes the result of the future."""
-        wait_if_in_flight(self._in_flight)
+        wait_for_earlier(self.in_flight)
         self._bucket.tensors = tensors
-        self._in_flight = self._hook(self.state, self._bucket)
-        return self._in_flight
+        try:
+            self.in_flight = self._hook(self.state, self._bucket)
+        finally:
+            self._bucket.tensors = ()
+        connections_of(self._bucket.process_group).executor(self._bucket.device).keep(tensors)
+        return self.in_flight
 
     def finish(self, tensors: Sequence[Tensor], result: Tensor) -> None:
         """Write a hook's result into the tensors, unless the hook has."""
@@ -119,6 +125,7 @@ class ScatterPlace:
 
     Attributes:
         iter: number of calls.
+        in_flight: as in `AveragePlace`.
     """
 
     collective = "reduce_scatter_tensor"
@@ -136,19 +143,19 @@ class ScatterPlace:
         transport, quantization = self._executor(source.device).transport, WirePolicy(**options).quantization()
         self._bucket = ScatterBucket(lengths, formats, names, source.dtype, source.device, transport, quantization)
         self.state, self.iter = self, 0
-        self._in_flight: Future[Any] | None = None
+        self.in_flight: Future[Any] | None = None
 
     def _executor(self, device: torch.device) -> Executor:
         return connections_of(self._group).executor(device)
 
     def start(self, source: Tensor, output: Tensor, scale: float) -> Future[Any]:
         """Start to write this rank's part of ``scale`` times the sum of ``source`` over the ranks into ``output``."""
-        wait_if_in_flight(self._in_flight)
+        wait_for_earlier(self.in_flight)
         self.iter += 1
-        self._in_flight = start_reduce_scatter(
-            self._bucket, source, output, scale, self.iter, self._executor(source.device)
-        )
-        return self._in_flight
+        executor = self._executor(source.device)
+        self.in_flight = start_reduce_scatter(self._bucket, source, output, scale, self.iter, executor)
+        executor.keep([source, output])
+        return self.in_flight
 
     @property
     def error_memory_bytes(self) -> int:
@@ -189,10 +196,14 @@ class ScatterPlace:
 Place = AveragePlace | ScatterPlace
 
 
-def wait_if_in_flight(future: Future[Any] | None) -> None:
-    """Wait for the earlier call of a place: its kernels read the addresses of one call, and its errors come first."""
-    if future is not None and not future.done():
-        future.wait()
+def wait_for_earlier(exchange: Future[Any] | None) -> None:
+    """Wait for the earlier call of a place: its kernels read the addresses of one call, and its errors come first.
+
+    On a GPU, the current stream waits.
+    """
+    if exchange is not None:
+        with suppress(RuntimeError):  # `CompressedWork.wait` of that call raises it
+            exchange.wait()
 
 
 class Calls:

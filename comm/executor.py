@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -131,6 +131,9 @@ class Executor:
     def submit(self, task: Task) -> Future[Any]:
         """Queue a task; its future gets the result or the exception."""
         raise NotImplementedError
+
+    def keep(self, tensors: Iterable[Tensor]) -> None:
+        """Keep the memory of tensors until the tasks submitted so far are done, also if nobody refers to it before."""
 
     def start_step(self) -> None:
         """Mark the start of a step in all workspaces; see `Workspace.start_step`."""

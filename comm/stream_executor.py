@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,12 @@ class StreamExecutor(Executor):
         self._latest: Result | Handle | None = None  # that of the latest task, unless it was enqueued to its end
         self._n_submitted = 0  # tasks since all were enqueued to their ends
         self._backward = NO_BACKWARD  # the backward at whose end `finish` will be called
+
+    def keep(self, tensors: Iterable[Tensor]) -> None:
+        """Keep the memory of tensors until the tasks submitted so far are done, also if nobody refers to it before."""
+        for tensor in tensors:
+            if tensor.is_cuda:
+                tensor.record_stream(self._kernels)
 
     @property
     def place(self) -> int:

@@ -1,6 +1,8 @@
 """`gradwire.collectives`: means within the error of the format, equal on all ranks, with memory nothing is lost."""
 
+import gc
 import re
+import weakref
 from unittest import mock
 
 import pytest
@@ -11,6 +13,7 @@ from gradwire import collectives
 from gradwire.collectives import Memory, all_reduce, all_reduce_coalesced, places, reduce_scatter_tensor
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
 from tests.support.ranks import from_all_ranks, on_ranks
+from tests.support.rehearsal import gpu_on_cpu, register_backend
 
 SHAPES = [(300,), (17, 33), (5, 4, 3)]
 LARGEST_ERRORS = {"fp32": 1e-6, "bf16": 5e-3, "fp16": 1e-3, "int8": 1.5e-2, "int6": 6e-2}
@@ -124,6 +127,42 @@ def test_futures_of_calls_in_flight_have_the_results():
     torch.futures.collect_all(futures).wait()
     assert_same_bits([*tensors, output], [*sums, expected])
     assert futures[0].value()[0].data_ptr() == tensors[0].data_ptr()
+
+
+@pytest.mark.parametrize("wire", ["fp32", "bf16", "int8", "int4"])
+@on_ranks(2)
+def test_nothing_keeps_the_tensors_of_a_call_that_has_ended(wire):
+    memory = Memory() if wire == "int4" else None
+    first, *others = tensors_of(0)
+    source, output = torch.cat([first, first]), torch.empty(300)
+    all_reduce(first, wire=wire, memory=memory and memory["first"])
+    all_reduce_coalesced(others, wire=wire, memory=memory and memory["second", "third"])
+    reduce_scatter_tensor(output, source, wire=wire, memory=memory and memory["scattered"])
+    kept = [weakref.ref(each.untyped_storage()) for each in (first, *others, source, output)]
+    del first, others, source, output
+    gc.collect()
+    assert [each() is None for each in kept] == [True] * 5
+
+
+@on_ranks(2)
+def test_code_path_of_a_gpu_has_the_same_results():
+    def reduced(group):
+        memory, results = Memory(), []
+        for step in range(3):
+            tensors, source, output = tensors_of(step), torch.cat(tensors_of(step)[:1] * 2), torch.empty(300)
+            works = [all_reduce(each, dist.ReduceOp.SUM, group, async_op=True) for each in tensors]
+            works.append(reduce_scatter_tensor(output, source, group=group, async_op=True))
+            for work in works[step:]:
+                work.wait()
+            torch.futures.collect_all([work.get_future() for work in works[:step]]).wait()
+            all_reduce_coalesced(tensors, group=group, wire="int4", memory=memory["a", "b", "c"])
+            reduce_scatter_tensor(output, source, group=group, wire="int4", memory=memory["scattered"])
+            results += [*tensors, output]
+        return results
+
+    expected = reduced(dist.new_group())
+    with gpu_on_cpu():
+        assert_same_bits(reduced(dist.new_group(backend=register_backend())), expected)
 
 
 @pytest.mark.parametrize("wire", ["fp32", "bf16", "int8", "int6"])
