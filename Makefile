@@ -122,6 +122,7 @@ bench-rounding: install
 LONG_HOOKS := none,int8,int6,int4,int2,sign,powersgd-r4,powersgd-r16,powersgd-r16-int8,powersgd-r32-int8
 bench-losses: install
 	$(BIN)/gradwire bench converge --task small-text --steps 2000 --optimizers adamw,muon,sgd --hooks $(LONG_HOOKS) --output bench/results/converge_long_text.jsonl
+	$(BIN)/gradwire bench converge --task text --steps 2000 --seeds 1 --hooks none,int4,powersgd-r16-int8,powersgd-r32-int8 --output bench/results/converge_long_gpt.jsonl
 	$(BIN)/gradwire bench converge --task digits --steps 2000 --optimizers adamw,sgd --hooks $(LONG_HOOKS) --output bench/results/converge_long_digits.jsonl
 	$(TOOL).validate sharded --output bench/results/sharded_losses.jsonl
 

@@ -42,7 +42,10 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[..., list[Table]]]] = {
         f"converge_{what}": ((f"converge_{what}",), BENCH_TABLES["converge"])
         for what in ("digits", "text", "optimizers_digits", "optimizers_text")
     },
-    **{name: ((name,), BENCH_TABLES["long_runs"]) for name in ("converge_long_text", "converge_long_digits")},
+    **{
+        f"converge_long_{what}": ((f"converge_long_{what}",), BENCH_TABLES["long_runs"])
+        for what in ("text", "gpt", "digits")
+    },
     **{name: ((name,), BENCH_TABLES["network"]) for name in ("network_20ms", "network_80ms")},
     "rounding": (("rounding",), lambda records: [rounding.errors_table(records)]),
     "formats": (("rounding",), lambda records: [rounding.formats_table(records)]),
