@@ -53,8 +53,8 @@ class Memory:
     def state_dict(self) -> dict[str, Any]:
         """The errors of all ranks as plain CPU tensors, equal on all ranks. A collective call, between two steps.
 
-        It can be loaded on any world size. An error is what the mean over the ranks lacks, in the shape of the tensor;
-        that of a reduce-scatter is flat.
+        It can be loaded on any world size. An error is what the mean over the ranks lacks. It has the shape of the
+        tensor; for a reduce-scatter, it is flat.
 
         Raises:
             RuntimeError: a rank has not called it.

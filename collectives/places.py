@@ -66,8 +66,8 @@ class TensorBucket(OwnBucket):
         return torch.empty(self._table.numel, dtype=self._parameters[0].dtype, device=self.device)
 
 
-class AveragePlace:
-    """The tensors of all-reduces on a process group, averaged by a hook.
+class Place:
+    """The tensors of one collective on a process group, and what reduces them.
 
     Args:
         tensors: tensors in the layouts of those that calls pass.
@@ -76,11 +76,13 @@ class AveragePlace:
         options: ``use_error_feedback``, and options of `Memory`.
 
     Attributes:
-        state: state of the hook, with the error memory.
+        collective: name of the collective.
+        state: has the error memory.
         in_flight: the exchange of the latest call; None once a `CompressedWork.wait` has ended.
     """
 
-    collective = "all_reduce"
+    collective: str
+    state: Any
 
     def __init__(
         self,
@@ -90,7 +92,35 @@ class AveragePlace:
         group: dist.ProcessGroup,
         options: Mapping[str, Any],
     ) -> None:
-        named = named_wire(wire)
+        self._group, self._device = group, tensors[0].device
+        self.in_flight: Future[Any] | None = None
+        self._prepare(tensors, names, wire, options)
+
+    def _prepare(self, tensors: Sequence[Tensor], names: Sequence[str], wire: str, options: Mapping[str, Any]) -> None:
+        """Make ``state``, and what else a call needs."""
+        raise NotImplementedError
+
+    @property
+    def _executor(self) -> Executor:
+        return connections_of(self._group).executor(self._device)
+
+    def _wait_for_earlier(self) -> None:
+        """Wait for the earlier call: its kernels read the addresses of one call, and its errors come first.
+
+        On a GPU, the current stream waits.
+        """
+        if self.in_flight is not None:
+            with suppress(RuntimeError):  # `CompressedWork.wait` of that call raises it
+                self.in_flight.wait()
+
+
+class AveragePlace(Place):
+    """The tensors of all-reduces, averaged by a hook."""
+
+    collective = "all_reduce"
+
+    def _prepare(self, tensors: Sequence[Tensor], names: Sequence[str], wire: str, options: Mapping[str, Any]) -> None:
+        named, group = named_wire(wire), self._group
         if named.start_option is None:
             self.state = named.state(group)
         else:  # every tensor in this format, from the first call on
@@ -99,19 +129,18 @@ class AveragePlace:
         self._hook: Any = named.hook
         self._bucket = TensorBucket(tensors, names, group)
         self._table = SegmentTable(self._bucket.parameters())  # of `finish`, while another call is in flight
-        self.in_flight: Future[Any] | None = None
         if isinstance(self.state, HookState):
             self.state.names.bind_layouts(dict(zip(names, self._bucket.parameters(), strict=True)))
 
     def start(self, tensors: Sequence[Tensor]) -> Future[Any]:
         """Start to replace the tensors by their mean over the ranks; `finish` takes the result of the future."""
-        wait_for_earlier(self.in_flight)
+        self._wait_for_earlier()
         self._bucket.tensors = tensors
         try:
             self.in_flight = self._hook(self.state, self._bucket)
         finally:
             self._bucket.tensors = ()
-        connections_of(self._bucket.process_group).executor(self._bucket.device).keep(tensors)
+        self._executor.keep(tensors)
         return self.in_flight
 
     def finish(self, tensors: Sequence[Tensor], result: Tensor) -> None:
@@ -120,39 +149,27 @@ class AveragePlace:
             Gradients(tensors, self._table).unflatten(result)
 
 
-class ScatterPlace:
-    """The input of reduce-scatters on a process group, and its error memory. The arguments of `AveragePlace`.
+class ScatterPlace(Place):
+    """The input of reduce-scatters, and its error memory.
 
     Attributes:
         iter: number of calls.
-        in_flight: as in `AveragePlace`.
     """
 
     collective = "reduce_scatter_tensor"
 
-    def __init__(
-        self,
-        tensors: Sequence[Tensor],
-        names: Sequence[str],
-        wire: str,
-        group: dist.ProcessGroup,
-        options: Mapping[str, Any],
-    ) -> None:
-        (source,), (self._name,), self._group = tensors, names, group
-        lengths, formats = [source.numel() // group.size()], [WIRE_FORMATS[wire_name("wire", wire)]]
-        transport, quantization = self._executor(source.device).transport, WirePolicy(**options).quantization()
+    def _prepare(self, tensors: Sequence[Tensor], names: Sequence[str], wire: str, options: Mapping[str, Any]) -> None:
+        (source,), (self._name,) = tensors, names
+        lengths, formats = [source.numel() // self._group.size()], [WIRE_FORMATS[wire_name("wire", wire)]]
+        transport, quantization = self._executor.transport, WirePolicy(**options).quantization()
         self._bucket = ScatterBucket(lengths, formats, names, source.dtype, source.device, transport, quantization)
         self.state, self.iter = self, 0
-        self.in_flight: Future[Any] | None = None
-
-    def _executor(self, device: torch.device) -> Executor:
-        return connections_of(self._group).executor(device)
 
     def start(self, source: Tensor, output: Tensor, scale: float) -> Future[Any]:
         """Start to write this rank's part of ``scale`` times the sum of ``source`` over the ranks into ``output``."""
-        wait_for_earlier(self.in_flight)
+        self._wait_for_earlier()
         self.iter += 1
-        executor = self._executor(source.device)
+        executor = self._executor
         self.in_flight = start_reduce_scatter(self._bucket, source, output, scale, self.iter, executor)
         executor.keep([source, output])
         return self.in_flight
@@ -186,24 +203,13 @@ class ScatterPlace:
         errors = self._bucket.errors_by_name()[self._name]
         padded, flat = errors.new_zeros(errors.numel(), dtype=torch.float32), saved[place].flatten()
         if flat[padded.numel() :].any():
-            raise ValueError(f"{place} has {flat.numel()} elements; expected {padded.numel()}, or zeros behind them.")
+            raise ValueError(
+                f"{place} has {flat.numel()} elements; expected {padded.numel()}, or only zeros after them."
+            )
         n_kept = min(flat.numel(), padded.numel())
         padded[:n_kept] = flat[:n_kept]
         errors.copy_(padded.view_as(errors))
         self.iter = state_dict["iter"]
-
-
-Place = AveragePlace | ScatterPlace
-
-
-def wait_for_earlier(exchange: Future[Any] | None) -> None:
-    """Wait for the earlier call of a place: its kernels read the addresses of one call, and its errors come first.
-
-    On a GPU, the current stream waits.
-    """
-    if exchange is not None:
-        with suppress(RuntimeError):  # `CompressedWork.wait` of that call raises it
-            exchange.wait()
 
 
 class Calls:
@@ -263,7 +269,7 @@ def facts_of(kind: type[Place], tensors: Sequence[Tensor], wire: str) -> dict[st
     return {"collective": kind.collective, "wire": wire, "dtype": dtype, "device": device, **shapes}
 
 
-P = TypeVar("P", AveragePlace, ScatterPlace)
+P = TypeVar("P", bound=Place)
 
 
 def stateless_place(kind: type[P], tensors: Sequence[Tensor], wire: str, group: dist.ProcessGroup, calls: Calls) -> P:

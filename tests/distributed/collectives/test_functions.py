@@ -228,7 +228,7 @@ def test_memory_of_a_reduce_scatter_continues_with_more_padding():
     for each, output in zip(again, outputs, strict=True):
         reduce_scatter_tensor(output, source_of(3, 2), wire="int4", memory=each["weight"])
     assert_same_bits(*outputs)
-    with pytest.raises(ValueError, match=r"errors\['weight'\] has 192 elements; expected 100, or zeros"):
+    with pytest.raises(ValueError, match=r"errors\['weight'\] has 192 elements; expected 100, or only zeros"):
         restored = Memory()
         restored.load_state_dict(saved)
         reduce_scatter_tensor(torch.empty(50), source_of(3, 0)[:100], wire="int4", memory=restored["weight"])
