@@ -159,7 +159,8 @@ def draw_network(records: Records, path: Path) -> None:
         r for r in records if r.metric == Metric.STEP_MS and not (r["hook"] == network.REFERENCE and r["one_bucket"])
     ]
     panels = {f"link: {format_link(rate, settings)}": group for (rate,), group in groups_of(steps, "rate")}
-    figure = _panels_of_bars(panels, Metric.STEP_MS, Metric.STEP_MS, 12, 4.5)
+    height = 1.2 + 0.34 * len(unique(r["hook"] for r in steps))  # the numbers of two bars must not touch
+    figure = _panels_of_bars(panels, Metric.STEP_MS, Metric.STEP_MS, 12, height)
     _save(figure, f"Step time between {count(settings['hosts'], 'host')}: {settings['model']}\n{STAR_NOTE}", path)
 
 
