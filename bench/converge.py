@@ -37,8 +37,8 @@ from gradwire.bench.timing import in_turn, slowest
 from gradwire.planner.hook_registry import display_name
 
 DEFAULT_HOOKS = (
-    *("none", "fp16", "int8", "int4", "int2"),
-    *("powersgd-r4", "powersgd-r16", "powersgd-r8-int8", "powersgd-r16-int8", NO_FEEDBACK),
+    *("none", "fp16", "int8", "int4", "int2", "sign", "powersgd-r4", "powersgd-r16"),
+    *("powersgd-r8-int8", "powersgd-r16-int8", "powersgd-r32-int8", NO_FEEDBACK),
 )
 
 
