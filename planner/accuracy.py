@@ -11,10 +11,12 @@ STEPS_TO_TARGET = {
     "int8": 1.03,
     "int4": 1.03,
     "int2": 1.03,
+    "sign": 1.25,
     "powersgd-r4": 1.50,
-    "powersgd-r16": 1.03,
+    "powersgd-r16": 1.14,
     "powersgd-r8-int8": 1.17,
     "powersgd-r16-int8": 1.03,
+    "powersgd-r32-int8": 1.00,
 }
 # Training loss of a byte-level GPT with 0.7 M parameters after 2,000 steps on two ranks, in nats per byte above that of
 # no hook with the same batches: the means over the seeds in bench/results/converge_long_text.jsonl.
