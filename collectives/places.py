@@ -6,7 +6,6 @@ import logging
 import weakref
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +18,7 @@ from gradwire.algorithms._validation import check_count, check_elements, check_e
 from gradwire.algorithms.policy import wire_name
 from gradwire.comm import Connections, Executor, Transport, connections_of
 from gradwire.comm.store_collectives import named_barrier
+from gradwire.comm.transport import wait_for
 from gradwire.hooks._bucket import BucketWork, OwnBucket, layout_without_memory
 from gradwire.hooks._by_name import NamedHook, hook_named
 from gradwire.hooks._handshake import compare_settings
@@ -107,11 +107,11 @@ class Place:
     def _wait_for_earlier(self) -> None:
         """Wait for the earlier call: its kernels read the addresses of one call, and its errors come first.
 
-        On a GPU, the current stream waits.
+        On a GPU, the current stream waits. Errors of that call are left to its `CompressedWork.wait`. Raises
+        RuntimeError if a rank has left.
         """
         if self.in_flight is not None:
-            with suppress(RuntimeError):  # `CompressedWork.wait` of that call raises it
-                self.in_flight.wait()
+            wait_for(self.in_flight.then(lambda _: None), connections_of(self._group).check_peers)
 
 
 class AveragePlace(Place):
