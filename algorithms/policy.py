@@ -217,14 +217,15 @@ class WirePolicy:
         return [self.wire_format(name, layout) for name, layout in zip(names, layouts, strict=True)]
 
     def unmatched_pattern(self, names: Iterable[str]) -> str | None:
-        """The first pattern in ``wires`` that matches none of the names, as ``wires['head.*']``; None if all match.
+        """The first pattern in ``wires`` or ``exempt`` that matches no name, as ``wires['head.*']``; None if all match.
 
-        Patterns in ``exempt`` need not match: the default ones suit models with and without normalization layers.
+        The default patterns in ``exempt`` need not match: they suit models with and without normalization layers.
         """
-        return _unmatched(list(names), wires=self.wires)
+        own = [pattern for pattern in self.exempt if pattern not in DEFAULT_EXEMPT]
+        return _unmatched(list(names), wires=self.wires, exempt=own)
 
 
-def _unmatched(names: Sequence[str], **options: Mapping[str, object]) -> str | None:
+def _unmatched(names: Sequence[str], **options: Iterable[str]) -> str | None:
     for option, patterns in options.items():
         for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name in names):

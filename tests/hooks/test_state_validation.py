@@ -281,13 +281,15 @@ UNMATCHED = {
     "stacks": ({"*.weight": 1, "*.qkv": 3}, "stacks['*.qkv']"),
     "a part of a name": ({"qkv": 1}, "stacks['qkv']"),
     "the name behind a wrapper": ({"module.head.weight": 1}, "stacks['module.head.weight']"),
+    "exempt": (["*.bias", "*norm*", "bias"], "exempt['bias']"),
 }
 
 
 @pytest.mark.parametrize("case", UNMATCHED)
 def test_pattern_without_match_raises_at_bind(case):
     patterns, named = UNMATCHED[case]
-    state = PowerSGDState(None, **{"ranks" if case == "ranks" else "stacks": patterns})
+    kind = QuantizationState if case == "exempt" else PowerSGDState
+    state = kind(None, **{case if case in ("ranks", "exempt") else "stacks": patterns})
     message = refusal(state.bind, Model())
     assert message.startswith(f"{named} matches none of the model's 3 parameters, head.weight, qkv.bias, qkv.weight")
     assert "Correct or remove it" in message
