@@ -36,7 +36,7 @@ from gradwire.sharded.torch_internals import on_root_init, parameter_groups
 
 AUTO = "auto"
 OBSERVED_STEPS = 10  # one step in as many is measured
-COMPARED_STEPS = 1000  # one step in as many is compared with the exact mean, which takes two uncompressed exchanges
+COMPARED_STEPS = 1000  # one step in as many is compared with the exact mean
 WARM_UP = 2 * OBSERVED_STEPS  # compressed steps before a comparison, in which the exchange is measured
 BUILTIN = {
     dist.BuiltinCommHookType.ALLREDUCE: torch_hooks.allreduce_hook,  # type: ignore[attr-defined]

@@ -35,7 +35,7 @@ class HookSettings:
     Attributes:
         hook_name: name of the hook.
         handshake: the process groups that have agreed on the settings.
-        telemetry: the measurements, while the state is observed; else None.
+        telemetry: the measurements, while the state is observed, or its errors are checked; else None.
         names: the names of parameters; None for a hook without memory, which may serve several models.
         memory: the memory by parameter name; None likewise.
         steps: the `StepCount`; None if the hook needs none.
@@ -43,6 +43,7 @@ class HookSettings:
 
     _serves_one_model = False  # a state that does may take the model's process group
     telemetry: Telemetry | None = None
+    _check: Telemetry | None = None  # of one step of many, while nobody observes the state
     names: ParameterNames | None = None
     memory: StateMemory | None = None
     steps: Any = None
@@ -112,8 +113,8 @@ class HookSettings:
         Args:
             every: number of steps per measured step, at least 1.
             exact_every: number of steps per comparison with the exact mean; 0 for no comparisons. A comparison takes an
-                uncompressed all-reduce in fp32 of each bucket and of its error memory, and flat copies of both. Must be
-                equal on all ranks.
+                all-reduce in fp32 of about 65,536 elements of each bucket, or all if it has fewer, and of as many
+                elements of its error memory. Must be equal on all ranks.
             report: called with the `metrics` of each measured step, in the training thread; see `to_jsonl`,
                 `to_tensorboard` and `to_wandb`. Usually passed on one rank only. Its first exception is logged, with a
                 traceback; none ends the training.
@@ -145,7 +146,7 @@ class HookSettings:
             RuntimeError: `observe` was not called.
         """
         telemetry = self.telemetry
-        if telemetry is None:
+        if telemetry is None or telemetry is self._check:
             raise RuntimeError(
                 f"This {type(self).__name__} is not measured. Call state.observe() on every rank before the steps "
                 "that you want to measure."

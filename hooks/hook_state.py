@@ -36,9 +36,11 @@ from gradwire.hooks._names import ParameterNames, check_patterns
 from gradwire.hooks._plans import replayed
 from gradwire.hooks._reduction import reduce_bucket
 from gradwire.hooks._settings import HookSettings
+from gradwire.hooks.telemetry import Telemetry
 
 __all__ = ["BucketMemory", "HookSettings", "HookState", "Memory", "Step", "hook_for"]
 
+CHECK_EVERY = 1000  # steps per check of the error memory
 PREPARE_TIMEOUT = timedelta(minutes=2)
 STATE_DICT_TIMEOUT = timedelta(seconds=10)  # early: a waiting rank is usually the only caller
 
@@ -239,7 +241,7 @@ class HookState(HookSettings):
         return reduce_bucket(connections, bucket, chosen, self, memory=memory, iteration=iteration, names=names)
 
     def _variant(self, number: int) -> Hashable:
-        return number >= self._start
+        return number >= self._start, self._is_checked(number)
 
     def _begin_bucket(self, position: int) -> None:
         self._prepared_checkpoint = None
@@ -267,6 +269,23 @@ class HookState(HookSettings):
         self._end_open_step()
         if self.memory.scaler is not None:
             self.memory.match_scale()
+        if self._is_checked(self.iter):
+            self._check_errors()
+        elif self._check is not None:
+            if self.telemetry is self._check:
+                self.telemetry = None
+            self._check.flush()
+
+    def _is_checked(self, number: int) -> bool:
+        """Whether step ``number`` compares the error memory with the gradient, to warn if it is large."""
+        return number % CHECK_EVERY == CHECK_EVERY - 1 and number >= self._start and "errors" in self.memory.declared
+
+    def _check_errors(self) -> None:
+        """Measure the step that begins, unless the state is observed; the measurement warns."""
+        if self._check is None:
+            self._check = Telemetry(self, 1, 1, None, is_check=True)
+        if self.telemetry is None:
+            self.telemetry = self._check
 
     def _end_open_step(self) -> None:
         """End a step, if one is open, whose last bucket was skipped or went to another hook."""

@@ -50,6 +50,9 @@ DELAYED = (
     "parameters that need it; docs/telemetry.md has figures. This is logged once."
 )
 
+COMPARED_NUMEL = 2**16  # elements of a bucket that are compared with the exact mean
+SCATTER = 2654435761  # a prime: its multiples modulo another number of elements are all different, and far apart
+
 
 def to_jsonl(path: str | Path) -> Report:
     """A report that appends one line of JSON per measured step to a file; null where a number is not finite.
@@ -174,12 +177,15 @@ def durations(marks: Sequence[Mark]) -> list[float]:
 
 
 class Telemetry:
-    """The measurements of a hook; ``state`` is its `HookSettings`, the other arguments those of its `observe`."""
+    """The measurements of a hook; ``state`` is its `HookSettings`, the other arguments those of its `observe`.
 
-    def __init__(self, state: Any, every: int, exact_every: int, report: Report | None) -> None:
+    ``is_check``: a state makes its checks by itself, in the same steps on all ranks, so no handshake compares them.
+    """
+
+    def __init__(self, state: Any, every: int, exact_every: int, report: Report | None, is_check: bool = False) -> None:
         self.latest: dict[str, float] = {}  # the metrics of the latest measured step
         self._state = weakref.proxy(state)
-        self._every, self._exact_every, self._report = every, exact_every, report
+        self._every, self._exact_every, self._report, self._is_check = every, exact_every, report, is_check
         self._latest, self._is_open = 0, False  # position of the latest bucket, and whether others of its step come
         self.n_steps = 0  # steps that have begun
         self._agreed_at = 0  # steps before the latest handshake: all ranks count comparisons from there
@@ -193,7 +199,7 @@ class Telemetry:
 
     def settings(self) -> dict[str, object]:
         """Options that must be equal on all ranks: comparisons with the exact mean are collectives."""
-        return {"exact_every of observe()": self._exact_every}
+        return {} if self._is_check else {"exact_every of observe()": self._exact_every}
 
     def agreed(self) -> None:
         """Count the steps of ``exact_every`` from here. All ranks call it at the same bucket, with equal `settings`."""
@@ -292,7 +298,7 @@ class Sample:
         """
         exact, timeline = None, Timeline(device)
         if work is not None and self._is_exact:
-            exact = _flat(work[0], 1 / transport.world_size)
+            exact = compared(work[0].each()) / transport.world_size
             await transport.all_reduce(exact)
         result = await timeline.measured(algorithm)
         self._timelines.append(timeline)
@@ -302,10 +308,11 @@ class Sample:
             self._gradient_bytes.append(work[0].table.numel * work[0].table.dtype.itemsize)
             self._add("result", work[1].tensors)
         if work is not None and exact is not None:
-            mean = _flat(work[1], 1)
+            mean = compared(work[1].each())
             self._sum("product", torch.dot(exact, mean))
             self._add("exact", [exact])
-            self._add("difference", [mean.sub_(exact)])
+            self._add("mean", [mean])
+            self._add("difference", [mean - exact])
             if (delayed := self._mean_errors(memory, transport.world_size)) is not None:
                 await transport.all_reduce(delayed)
                 self._add("delayed", [delayed])
@@ -319,7 +326,7 @@ class Sample:
         if not errors:
             return None
         scale = 1 / world_size if self._state.memory.declared["errors"].merge == "mean" else 1
-        return torch.cat([error.flatten() for error in errors.values()]) * scale
+        return compared(list(errors.values())) * scale
 
     def _finish(self, device: torch.device) -> None:
         """Add the sums of the whole step, and copy all sums to the host, without waiting for the device."""
@@ -356,12 +363,11 @@ class Sample:
         if "residual" in sums:
             found["residual_ratio"] = _ratio(sums.pop("residual"), sums.get("result", 0.0)) ** 0.5
         if "exact" in sums:
-            exact, result, difference = sums.pop("exact"), sums["result"], sums.pop("difference")
-            product = sums.pop("product")
+            exact, mean, difference, product = map(sums.pop, ("exact", "mean", "difference", "product"))
             if "delayed" in sums:
                 found["delayed_ratio"] = _ratio(sums.pop("delayed"), exact) ** 0.5
             found["gain"] = _ratio(product, exact)
-            found["cosine"] = _ratio(product, (exact * result) ** 0.5)
+            found["cosine"] = _ratio(product, (exact * mean) ** 0.5)
             found["relative_error"] = _ratio(difference, exact) ** 0.5
         sums.pop("result", None)
         return found | sums
@@ -410,11 +416,21 @@ def sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     return total
 
 
-def _flat(gradients: Gradients, scale: float) -> Tensor:
-    """A flat copy of the gradients in the dtype of the arithmetic, times ``scale``."""
-    table = gradients.table
-    wire = torch.empty(table.numel, dtype=compute_dtype(table.dtype), device=table.device)
-    return gradients.flatten(wire, scale=scale)
+def compared(tensors: Sequence[Tensor]) -> Tensor:
+    """About `COMPARED_NUMEL` elements of real tensors, or all: 1-D, fp32 or fp64, the same elements on every rank.
+
+    Each is multiplied by the root of the number of elements that it stands for: sums of squares and products estimate
+    those of all elements.
+    """
+    one_in = max(1, sum(tensor.numel() for tensor in tensors) / COMPARED_NUMEL)
+    chosen = []
+    for tensor in tensors:
+        flat, numel = tensor.reshape(-1), tensor.numel()
+        n = math.ceil(numel / one_in)
+        if n < numel:
+            flat = flat[torch.arange(n, device=flat.device).mul_(SCATTER).remainder_(numel)]
+        chosen.append(flat.to(compute_dtype(flat.dtype)) * (numel / max(n, 1)) ** 0.5)
+    return torch.cat(chosen)
 
 
 def _ratio(numerator: float, denominator: float) -> float:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from gradwire.algorithms import quantized_all_reduce
 from gradwire.comm.stream_executor import StreamExecutor
 from gradwire.comm.transport import GroupTransport
-from gradwire.hooks import _plans, default_hooks
+from gradwire.hooks import _plans, default_hooks, hook_state
 from gradwire.hooks.hook_state import hook_for
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook, quantization_perchannel_hook
@@ -196,6 +196,10 @@ def observe(run):
     run.state.observe(every=1)
 
 
+def check_sixth_step(run):
+    run.patch(hook_state, "CHECK_EVERY", 6)
+
+
 def follow_scaler(run):
     if run.state.memory.scaler is None:
         run.state.follow_scaler(Scaler(4.0))
@@ -314,6 +318,7 @@ CHANGES = {
     "checkpoint": (int4(), [load, load], [1, 0, 0, 1], {}),
     "process group": (int4(), [assign_group], [0, 0, 1], {"wrapper": "pytorch"}),
     "telemetry": (STATE, [observe, lambda run: run.state.stop_observing()], [0, 0, 0, 1], {}),
+    "check of errors": (int4(), [check_sixth_step], [1, 0, 1, 1], {}),
     "scaler": (int4(), [follow_scaler] * 3, [1, 1, 1], {}),
     "first compressed step": (int4(start_iter=4), [], [0, 0, 1], {}),
     "another hook": (switching, [switch], [0, 0, 1], {}),

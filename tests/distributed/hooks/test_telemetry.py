@@ -18,12 +18,12 @@ from torch.profiler import profile
 
 import gradwire
 from gradwire.comm import LocalTransport, run_algorithm
-from gradwire.hooks import telemetry
+from gradwire.hooks import _handshake, hook_state, telemetry
 from gradwire.hooks.default_hooks import CastState, fp16_compress_hook
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState
-from gradwire.hooks.telemetry import Timeline, to_jsonl, to_tensorboard, to_wandb
+from gradwire.hooks.telemetry import Sample, Timeline, to_jsonl, to_tensorboard, to_wandb
 from tests.support.bits import assert_same_bits
 from tests.support.harness import ENVIRONMENT
 from tests.support.ranks import on_ranks
@@ -174,6 +174,85 @@ def test_gradients_that_mostly_arrive_late_are_logged_once_by_the_first_rank():
         message = record.getMessage()
         assert message.startswith("powerSGD_hook: in step ")
         assert "Raise the rank" in message
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("hook", ["int4", "powersgd"])
+@on_ranks(2)
+def test_comparison_of_some_elements_estimates_that_of_all(hook, wrapper):
+    seen = []
+    for compared_numel in (telemetry.COMPARED_NUMEL, 1500):
+        with mock.patch.object(telemetry, "COMPARED_NUMEL", compared_numel):
+            state, function = HOOKS[hook](None)
+            torch.manual_seed(0)
+            ddp = wrapped(wrapper, torch.nn.Linear(96, 80), hook=(state, function))
+            state.observe(every=1, exact_every=1)
+            generator = torch.Generator().manual_seed(dist.get_rank())
+            for _ in range(4):
+                ddp(torch.randn(16, 96, generator=generator)).square().sum().backward()
+            seen.append(state.metrics())
+    every, some = seen
+    for name in ("gain", "cosine", "relative_error", "delayed_ratio"):
+        # A share of 1500 / 7760: the standard error of a mean of squares of normal numbers is 4 %.
+        assert some[name] == pytest.approx(every[name], rel=0.15)
+        assert some[name] != every[name]
+
+
+def test_compared_elements_are_different_ones_and_stand_for_all():
+    tensors = [torch.arange(1.0, 5001.0), torch.ones(3, dtype=torch.bfloat16), torch.ones(70, 50).t(), torch.ones(0)]
+    assert torch.equal(telemetry.compared(tensors), torch.cat([tensor.reshape(-1).float() for tensor in tensors]))
+    with mock.patch.object(telemetry, "COMPARED_NUMEL", 1000):
+        chosen = telemetry.compared(tensors)
+    assert chosen.dtype == torch.float32
+    assert 1000 <= len(chosen) <= 1003
+    assert chosen.square().sum() == pytest.approx(sum(float(each.double().square().sum()) for each in tensors), rel=0.1)
+    n = math.ceil(5000 / (8503 / 1000))
+    assert len(set((chosen[:n] / (5000 / n) ** 0.5).round().tolist())) == n
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("is_low", [True, False])
+@on_ranks(2)
+def test_state_that_nobody_observes_warns_of_gradients_that_arrive_late(wrapper, is_low):
+    with ExitStack() as stack:
+        records = stack.enter_context(logged("gradwire.hooks.telemetry"))
+        measured = stack.enter_context(
+            mock.patch.object(Sample, "measured", autospec=True, side_effect=Sample.measured)
+        )
+        seen = []
+        for every in (4, 10**9):
+            stack.enter_context(mock.patch.object(hook_state, "CHECK_EVERY", every))
+            rank = 1 if is_low else 16
+            state = PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=5, min_compression_rate=0.1)
+            ddp, generator = wrapped(wrapper, Probe((16, 16)), hook=(state, powerSGD_hook)), own_batches()
+            for _ in range(18):
+                ddp.zero_grad()
+                ddp(torch.randn(16, 16, generator=generator)).backward()
+                seen.append(ddp.module.weights[0].grad.clone())
+            with pytest.raises(RuntimeError, match="not measured"):
+                state.metrics()
+    assert_same_bits(seen[:18], seen[18:])
+    assert measured.call_count == 3  # of steps 8, 12, 16; step 4 is a plain one
+    assert len(records) == (is_low and dist.get_rank() == 0)
+    for record in records:
+        assert record.getMessage().startswith("powerSGD_hook: in step 8, the error memory is ")
+
+
+@on_ranks(2)
+def test_check_of_errors_needs_no_handshake_and_leaves_observers_alone():
+    with mock.patch.object(hook_state, "CHECK_EVERY", 2):
+        state, function = HOOKS["int4"](None)
+        ddp, generator = wrapped(hook=(state, function)), own_batches()
+        train_steps(ddp, 3, generator)
+        with mock.patch.object(_handshake, "compare_settings") as compared:
+            train_steps(ddp, 4, generator)
+        assert not compared.called
+        reports = []
+        state.observe(every=1, report=lambda metrics: reports.append(dict(metrics)))
+        train_steps(ddp, 2, generator)
+        state.stop_observing()
+        assert ["gain" in report for report in reports] == [False, False]
+        train_steps(ddp, 2, generator)
 
 
 def second_step(hook, gradients_of_ranks):
