@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 from gradwire import collectives
 from gradwire.collectives import Memory, all_reduce, all_reduce_coalesced, places, reduce_scatter_tensor
+from gradwire.collectives.places import calls_on
+from gradwire.comm import Connections, connections_of
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
 from tests.support.ranks import from_all_ranks, on_ranks
 from tests.support.rehearsal import gpu_on_cpu, register_backend
@@ -112,6 +114,19 @@ def test_several_calls_in_flight_end_in_order():
         assert work.wait()
         assert work.is_completed()
     assert_same_bits(tensors, expected)
+
+
+@on_ranks(2)
+def test_call_that_waits_for_an_earlier_one_raises_if_a_rank_has_left():
+    collectives.resynchronize()  # forget other tests
+    tensor = tensors_of(0)[0]
+    all_reduce(tensor)
+    (place,) = calls_on(connections_of(dist.group.WORLD)).places.values()
+    place.in_flight = torch.futures.Future()
+    left = mock.patch.object(Connections, "check_peers", side_effect=RuntimeError("Rank 7 has left"))
+    with left, pytest.raises(RuntimeError, match="Rank 7 has left"):
+        all_reduce(tensor)
+    collectives.resynchronize()
 
 
 @on_ranks(2)
