@@ -158,14 +158,14 @@ def _table(records: Sequence[Record]) -> Table:
             for index, step in enumerate(checkpoints)
         ),
         ("training loss", gap(records, Metric.TRAINING_LOSS, -1)),
-        (Metric.ACCURACY, _mean(Metric.ACCURACY)),
+        (Metric.ACCURACY, gap(records, Metric.ACCURACY, None)),
         (Metric.RESIDUAL_RATIO, _mean(Metric.RESIDUAL_RATIO)),
         (Metric.GAIN, _mean(Metric.GAIN)),
         ("sent", _sent(settings["parameters"])),
         ("seeds", lambda group: str(len(unique(record["seed"] for record in group)))),
     ]
     notes = [
-        "losses (nats): no hook's own, and for each hook the difference to no hook with the same seed; "
+        "losses (nats) and accuracy: no hook's own, and for each hook the difference to no hook with the same seed; "
         "mean over the seeds (range)",
         f"training loss: mean over the last {max(1, first['steps'] // 10)} steps and the ranks",
         "residual ratio and gain: as in telemetry, medians of compressed steps, mean over the seeds",
@@ -175,12 +175,22 @@ def _table(records: Sequence[Record]) -> Table:
     return pivot(title, records, names, columns, notes)
 
 
-def gap(records: Sequence[Record], metric: str, index: int) -> Cell:
-    """A cell with the difference between a loss and that of PyTorch's DDP without a hook; for the latter, its loss."""
-    plain = {r["seed"]: r.series[index] for r in records if r["hook"] == "none" and r.metric == metric}
+def gap(records: Sequence[Record], metric: str, index: int | None) -> Cell:
+    """A cell with the difference between a metric and that of PyTorch's DDP without a hook; for the latter, its value.
+
+    ``index`` chooses a number of a series; None for a metric without one.
+    """
+
+    def by_seed(chosen: Group) -> dict[Any, float]:
+        found = {r["seed"]: r.p50 if index is None else r.series[index] for r in chosen if r.metric == metric}
+        return {seed: number for seed, number in found.items() if number is not None}
+
+    plain = by_seed([record for record in records if record["hook"] == "none"])
 
     def cell(group: Group) -> str:
-        own = {r["seed"]: r.series[index] for r in group if r.metric == metric}
+        own = by_seed(group)
+        if not own:
+            return ""
         if group[0]["hook"] == "none":
             return f"{fmean(own.values()):.3f}"
         return difference(own, plain)
