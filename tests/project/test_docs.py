@@ -227,11 +227,14 @@ def test_readme_numbers_in_prose_equal_the_tables():
     assert f"is {speed_up['int4']:.1f} times as fast as without a hook" in readme
     assert abs(float(rows["int4"][3].split()[0])) <= 0.002, "the loss after 2,000 steps is the same"
     fastest = max(times for hook, times in speed_up.items() if hook.startswith("powersgd"))
-    assert f"int2 ({speed_up['int2']:.1f}x) and PowerSGD (up to {fastest:.1f}x) are faster" in readme
+    few_bits = f"int2 ({speed_up['int2']:.1f}x), sign ({speed_up['sign']:.1f}x)"
+    assert f"{few_bits} and PowerSGD (up to {fastest:.1f}x) are faster" in readme
     to_target = {row[0]: row[-1] for row in table_rows("docs/benchmarks.md", "converge_text") if row[1] == "gradwire"}
-    assert "with int4 they take a quarter of the time without a hook, with `powersgd-r16-int8` a sixth" in readme
-    times = [float(to_target[hook].rstrip("x")) for hook in ("int4", "powersgd-r16-int8")]
-    assert times == pytest.approx([4, 6], abs=0.4)
+    assert (
+        "with int4 they take a quarter of the time without a hook, with `powersgd-r16-int8` less than a sixth" in readme
+    )
+    assert float(to_target["int4"].rstrip("x")) == pytest.approx(4, abs=0.4)
+    assert 6 < float(to_target["powersgd-r16-int8"].rstrip("x")) < 7
     fp16 = next(row for row in table_rows("docs/benchmarks.md", "gpu") if row[0] == "fp16, gpt2-124m")
     assert f"the fp16 hook takes {fp16[1]} us of device time" in readme and f"PyTorch's takes {fp16[4]} us" in readme
     ours, theirs = (float(fp16[i].replace(",", "")) / 1000 for i in (8, 9))
