@@ -41,7 +41,7 @@ def description_built_in(folder):
 def test_description_without_repository_has_no_relative_link_and_no_picture(checkout):
     description = description_built_in(checkout)
     assert "\nWith these lines, a training step of a 2.3 M-parameter GPT" in description
-    assert "the loss of a smaller GPT after 2,000 steps is the same (benchmarks)" in description
+    assert "the loss of a smaller GPT after 2,000 steps of AdamW is the same (benchmarks)" in description
     assert re.findall(r"!?\[[^\]]+\]\((?!https:)[^)]*\)|!\[", description) == []
 
 
