@@ -19,7 +19,7 @@ from rich.progress import Progress
 from gradwire.bench import launch
 from gradwire.bench.implementations import GRADWIRE, PYTORCH
 from gradwire.bench.record import Measured, Metric, Record, records_of, unique
-from gradwire.bench.tables import Cell, Group, Table, count, difference, format_value, groups_of, median_of, pivot
+from gradwire.bench.tables import Cell, Group, Table, count, format_value, gap, groups_of, median_of, pivot
 from gradwire.bench.tasks import (
     OPTIMIZERS,
     PLAIN_STEPS,
@@ -158,7 +158,7 @@ def _table(records: Sequence[Record]) -> Table:
             for index, step in enumerate(checkpoints)
         ),
         ("training loss", gap(records, Metric.TRAINING_LOSS, -1)),
-        (Metric.ACCURACY, gap(records, Metric.ACCURACY, None)),
+        (Metric.ACCURACY, gap(records, Metric.ACCURACY)),
         (Metric.RESIDUAL_RATIO, _mean(Metric.RESIDUAL_RATIO)),
         (Metric.GAIN, _mean(Metric.GAIN)),
         ("sent", _sent(settings["parameters"])),
@@ -173,29 +173,6 @@ def _table(records: Sequence[Record]) -> Table:
         "of quantized and low-rank hooks are uncompressed",
     ]
     return pivot(title, records, names, columns, notes)
-
-
-def gap(records: Sequence[Record], metric: str, index: int | None) -> Cell:
-    """A cell with the difference between a metric and that of PyTorch's DDP without a hook; for the latter, its value.
-
-    ``index`` chooses a number of a series; None for a metric without one.
-    """
-
-    def by_seed(chosen: Group) -> dict[Any, float]:
-        found = {r["seed"]: r.p50 if index is None else r.series[index] for r in chosen if r.metric == metric}
-        return {seed: number for seed, number in found.items() if number is not None}
-
-    plain = by_seed([record for record in records if record["hook"] == "none"])
-
-    def cell(group: Group) -> str:
-        own = by_seed(group)
-        if not own:
-            return ""
-        if group[0]["hook"] == "none":
-            return f"{fmean(own.values()):.3f}"
-        return difference(own, plain)
-
-    return cell
 
 
 def _mean(metric: str) -> Cell:

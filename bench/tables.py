@@ -106,11 +106,33 @@ def relative(metric: str, baseline: float | None) -> Cell:
     return cell
 
 
-def difference(own: Mapping[Any, float], baseline: Mapping[Any, float]) -> str:
-    """The mean of the differences of values with equal keys, with their range; empty if no keys are equal."""
-    found = [number - baseline[key] for key, number in own.items() if key in baseline]
-    spread = f" ({min(found):+.3f} to {max(found):+.3f})" if len(found) > 1 else ""
-    return f"{fmean(found):+.3f}{spread}" if found else ""
+def gap(
+    records: Iterable[Record], metric: str, index: int | None = None, *, name: str = "hook", plain: str = "none"
+) -> Cell:
+    """A cell with a metric minus that of the baseline with the same seed: mean and range over the seeds.
+
+    Args:
+        records: all records, those of the baseline among them. The baseline's own cell has the mean of its metric.
+        metric: name of the metric.
+        index: number of an entry of its series; None for its single number.
+        name, plain: the baseline has the value ``plain`` for ``name``.
+    """
+
+    def by_seed(chosen: Iterable[Record]) -> dict[Any, float]:
+        found = {r["seed"]: r.p50 if index is None else r.series[index] for r in chosen if r.metric == metric}
+        return {seed: number for seed, number in found.items() if number is not None}
+
+    baseline = by_seed(record for record in records if record[name] == plain)
+
+    def cell(group: Group) -> str:
+        own = by_seed(group)
+        if own and group[0][name] == plain:
+            return f"{fmean(own.values()):.3f}"
+        found = [number - baseline[seed] for seed, number in own.items() if seed in baseline]
+        spread = f" ({min(found):+.3f} to {max(found):+.3f})" if len(found) > 1 else ""
+        return f"{fmean(found):+.3f}{spread}" if found else ""
+
+    return cell
 
 
 def groups_of(records: Iterable[Record], *names: str) -> list[tuple[tuple[Any, ...], list[Record]]]:

@@ -7,9 +7,8 @@ from statistics import fmean
 
 from gradwire.bench.converge import compressed_step_ms
 from gradwire.bench.implementations import GRADWIRE, PYTORCH
-from gradwire.bench.long_runs import gap
 from gradwire.bench.record import Metric, Record, unique
-from gradwire.bench.tables import Table, count, find, format_number, format_rate, median_of
+from gradwire.bench.tables import Table, count, find, format_number, format_rate, gap, median_of
 from gradwire.bench.tasks import OPTIMIZERS, TRAINED_HOOKS
 from gradwire.planner.hook_registry import display_name
 from tools.rounding import BITS, GAIN, NORMAL, RELATIVE_ERROR, RELATIVE_ERROR_OF_STEPS, RING, STEPS_WORLD_SIZE, TWO_SHOT

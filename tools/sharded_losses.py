@@ -21,7 +21,7 @@ from rich.progress import track
 from torch import Tensor
 
 from gradwire.bench.record import Measured, Metric, Record, records_of
-from gradwire.bench.tables import Cell, Group, Table, count, difference, pivot
+from gradwire.bench.tables import Table, count, gap, pivot
 from gradwire.bench.tasks import PLAIN_STEPS, TASKS, describe, ramps
 from gradwire.kernels.wire_formats import round_to_bf16
 from tools.formats import GRADWIRE, PUBLISHED, Rounding
@@ -123,8 +123,8 @@ def tables(records: Sequence[Record]) -> list[Table]:
     names = {"wire": lambda record: record["wire"], "error memory": lambda record: record["memory"]}
     columns = [
         ("bits per element", lambda group: f"{group[0]['bits']:g}"),
-        ("training loss", _gap(records, Metric.TRAINING_LOSS)),
-        ("validation loss", _gap(records, Metric.VALIDATION_LOSS)),
+        ("training loss", gap(records, Metric.TRAINING_LOSS, name="wire", plain=PLAIN)),
+        ("validation loss", gap(records, Metric.VALIDATION_LOSS, name="wire", plain=PLAIN)),
     ]
     title = (
         f"quantized reduce-scatter, {count(records[0].ranks, 'simulated rank')}: {settings['task']}, "
@@ -138,16 +138,3 @@ def tables(records: Sequence[Record]) -> list[Table]:
         "error memory: bytes per element of the unsharded model, on every rank",
     ]
     return [pivot(title, records, names, columns, notes)]
-
-
-def _gap(records: Sequence[Record], metric: str) -> Cell:
-    def by_seed(group: Group) -> dict[int, float]:
-        return {r["seed"]: r.p50 for r in group if r.metric == metric and r.p50 is not None}
-
-    plain = by_seed([record for record in records if record["wire"] == PLAIN])
-
-    def cell(group: Group) -> str:
-        own = by_seed(group)
-        return f"{fmean(own.values()):.3f}" if group[0]["wire"] == PLAIN else difference(own, plain)
-
-    return cell
