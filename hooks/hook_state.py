@@ -269,23 +269,20 @@ class HookState(HookSettings):
         self._end_open_step()
         if self.memory.scaler is not None:
             self.memory.match_scale()
-        if self._is_checked(self.iter):
-            self._check_errors()
-        elif self._check is not None:
-            if self.telemetry is self._check:
-                self.telemetry = None
-            self._check.flush()
+        self._check_errors()
 
     def _is_checked(self, number: int) -> bool:
         """Whether step ``number`` compares the error memory with the gradient, to warn if it is large."""
         return number % CHECK_EVERY == CHECK_EVERY - 1 and number >= self._start and "errors" in self.memory.declared
 
     def _check_errors(self) -> None:
-        """Measure the step that begins, unless the state is observed; the measurement warns."""
-        if self._check is None:
-            self._check = Telemetry(self, 1, 1, None, is_check=True)
-        if self.telemetry is None:
-            self.telemetry = self._check
+        """End the check of the previous step. Measure this one if it is checked and nobody observes the state."""
+        if self._check is not None:
+            if self.telemetry is self._check:
+                self.telemetry = None
+            self._check.flush()  # warns
+        if self.telemetry is None and self._is_checked(self.iter):
+            self.telemetry = self._check = self._check or Telemetry(self, 1, 1, None, is_check=True)
 
     def _end_open_step(self) -> None:
         """End a step, if one is open, whose last bucket was skipped or went to another hook."""
