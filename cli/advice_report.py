@@ -21,7 +21,6 @@ from gradwire.planner.accuracy import (
     LOSS_GAPS,
     MARK,
     MARK_NOTE,
-    STEPS_TO_TARGET,
     accuracy_of,
     is_aggressive,
     measured_accuracy,
@@ -39,10 +38,10 @@ _COLUMNS: dict[str, Callable[[Prediction], str]] = {
     "pays below": lambda each: "" if each.hook == PLAIN else _break_even(each.break_even),
     "sent per step": lambda each: format_bytes(each.payload_bytes),
     "extra memory": lambda each: format_bytes(each.memory_bytes),
-    "loss gap": lambda each: f"{LOSS_GAPS[each.hook]:+.3f}" if each.hook in LOSS_GAPS else "",
-    "steps to target": lambda each: f"{STEPS_TO_TARGET[each.hook]:.2f}x" if each.hook in STEPS_TO_TARGET else "",
+    "loss gap": lambda each: f"{LOSS_GAPS[each.hook].adamw:+.3f}" if each.hook in LOSS_GAPS else "",
+    "with Muon": lambda each: f"{LOSS_GAPS[each.hook].muon:+.3f}" if each.hook in LOSS_GAPS else "",
 }
-_SCHEMA = 1  # of the JSON file; rises when an entry changes its meaning or goes
+_SCHEMA = 2  # of the JSON file; rises when an entry changes its meaning or goes
 _WITH_OPTIMIZER = "step: forward, backward, gradient exchange and optimizer"
 _WITHOUT_OPTIMIZER = (
     "step: forward, backward and gradient exchange, without the optimizer. To include it, return (model, loss, "
@@ -129,8 +128,7 @@ def to_json(measured: Measurement, advice: Advice) -> str:
         asdict(each)
         | {
             "break_even": "always" if each.break_even == math.inf else each.break_even,
-            "loss_gap": LOSS_GAPS.get(each.hook),
-            "steps_to_target": STEPS_TO_TARGET.get(each.hook),
+            "loss_gap": LOSS_GAPS[each.hook]._asdict() if each.hook in LOSS_GAPS else None,
             "is_aggressive": is_aggressive(each.hook),
         }
         for each in advice.predictions

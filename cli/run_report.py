@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from gradwire.bench.record import format_bytes
 from gradwire.cli.run_compression import AUTO, OBSERVED_STEPS, Compression
 from gradwire.hooks.telemetry import LARGEST_DELAY
+from gradwire.planner.accuracy import measured_accuracy
 
 
 def report(made: Sequence[Compression]) -> str:
@@ -64,9 +65,12 @@ def _exchange(compression: Compression) -> Iterator[str]:
         yield f"  of the exchange      {parts}; summed over the buckets, which overlap with each other and the backward"
     if "delayed_ratio" in values:
         delay = compression.metrics["delayed_ratio"][-1]
-        advice = "as it should be" if delay <= LARGEST_DELAY else "above 1: use a higher rank or more bits"
+        advice = "little is delayed" if delay <= LARGEST_DELAY else "above 1, much is delayed: use a higher rank"
         yield f"  error / gradient     {delay:.3g} in the last comparison (norms of means over the ranks); {advice}"
     elif "residual_ratio" in values:
         ratios = compression.metrics["residual_ratio"]
         shown = f"{ratios[0]:.3g} at first, {ratios[-1]:.3g} at the end (norms on this rank)"
         yield f"  error / gradient     {shown}; it should level off"
+    hook = compression.hook_name
+    if "wire_ms" in values and (accuracy := measured_accuracy(hook)):  # not of a reduce-scatter
+        yield f"  accuracy             not measured: compare with the loss of a run without it; {hook} {accuracy}"

@@ -5,18 +5,17 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
+from statistics import mean
 
 import pytest
 import torch.distributed as dist
 from rich.console import Console
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from gradwire.bench.converge import target_of, to_target
-from gradwire.bench.implementations import GRADWIRE
+from gradwire.bench.implementations import GRADWIRE, PYTORCH
 from gradwire.bench.record import Metric, load
 from gradwire.cli.advice_report import print_advice, to_json
-from gradwire.planner.accuracy import LOSS_GAPS, STEPS_TO_TARGET, TOLERATED_GAP, TOLERATED_STEPS, is_aggressive
+from gradwire.planner.accuracy import LOSS_GAPS, TOLERATED_GAP, LossGap, is_aggressive
 from gradwire.planner.hook_registry import DEFAULT_CAP_MB, HOOKS
 from gradwire.planner.measurement import Measurement
 from gradwire.planner.recommend import WORTHWHILE, advise, larger_buckets
@@ -77,12 +76,14 @@ def test_bf16_is_recommended_if_no_hook_is_faster():
         ({"bf16": 0.99, "int8": 0.95}, "int8"),  # bf16 is not worthwhile
         ({"bf16": 1.2, "int4": 0.95, "int8": 0.99}, "int4"),  # int8 is near the fastest, and not worthwhile
         ({"bf16": 1.2, "int8": 1.3}, "none"),
+        ({"bf16": 1.2, "powersgd-r16": 0.80, "powersgd-r32-int8": 0.83}, "powersgd-r32-int8"),  # a smaller loss gap
+        ({"bf16": 1.2, "powersgd-r16": 0.80, "powersgd-r32-int8": 0.85}, "powersgd-r16"),  # not near the fastest
     ],
     ids=str,
 )
 def test_recommended_hook_makes_a_step_five_percent_faster(seconds, recommended):
     model = ModelCost(forward=0, backward=0, ready=(0,), gradient_bytes=1, overlap=Overlap.EVERYTHING)
-    nbytes = {"none": 8, "bf16": 4, "int8": 2, "int4": 1}
+    nbytes = {"none": 8, "bf16": 4, "int8": 2, "int4": 1, "powersgd-r16": 1, "powersgd-r32-int8": 0.5}
     hooks = [hook(name, nbytes[name], each) for name, each in {"none": 1.0, **seconds}.items()]
     link = Link(world_size=2, bandwidth=1e9, costs={KIND: MessageCost(0, 1e-13)})
     advice = advise(Measurement(model=model, hooks=hooks, link=link, threads=1, is_link_measured=True))
@@ -110,8 +111,7 @@ def test_thresholds_in_the_docs_are_those_of_the_code():
     page = (Path(__file__).parents[2] / "docs" / "advise.md").read_text()
     rules = page[page.index("Aggressive hooks are never") : page.index("`gradwire advise` does not measure")]
     assert set(re.findall(r"(\d+) %", rules)) == {f"{100 * (WORTHWHILE - 1):.0f}"}
-    assert f"more than {100 * (TOLERATED_STEPS - 1):.0f} % more steps to target" in page
-    assert f"a loss gap above {TOLERATED_GAP}" in page
+    assert f"a loss gap above {TOLERATED_GAP} with AdamW" in page
     assert f"buckets of {DEFAULT_CAP_MB} MiB" in rules
 
 
@@ -137,7 +137,8 @@ def test_report_warns_of_steps_that_vary():
 def test_narrow_terminal_gets_every_cell_next_to_its_hook(width):
     case = measured(1e7, *all_hooks())
     whole, narrow = (printed(case, columns).splitlines() for columns in (200, width))
-    table = narrow[narrow.index("") : 1 + max(i for i, line in enumerate(narrow) if line.startswith("no hook "))]
+    notes = next(i for i, line in enumerate(narrow) if re.match(r"\W*step: ", line))
+    table = narrow[narrow.index("") : notes]
     for name in ("no hook", "bf16", "int4", "powersgd-r16"):
         (row,) = [line for line in whole if re.match(rf"{name} +\d", line)]
         parts = [line.removeprefix(name) for line in table if line.startswith(f"{name} ")]
@@ -145,34 +146,29 @@ def test_narrow_terminal_gets_every_cell_next_to_its_hook(width):
     assert all(len(line) <= width for line in table)
 
 
-def test_measured_accuracy_is_that_of_the_kept_results():
-    records = load(Path(__file__).parents[2] / "bench" / "results" / "converge_text.jsonl")
-
-    def steps(hook):
-        return median(
-            to_target([r for r in records if r["hook"] == hook and r.implementation == GRADWIRE], Metric.STEPS)
-        )
-
-    trained = {r["hook"] for r in records if r.implementation == GRADWIRE} & HOOKS.keys() - {"none"}
-    assert {hook: round(steps(hook) / steps("none"), 2) for hook in trained} == STEPS_TO_TARGET
-    assert target_of(records[0].provenance["settings"]).startswith("validation loss (nats per byte) <= 2.5")
-
-
 def test_loss_gaps_are_those_of_the_kept_results():
     records = [
         record
         for record in load(Path(__file__).parents[2] / "bench" / "results" / "converge_long_text.jsonl")
-        if record.metric == Metric.TRAINING_LOSS and (record["steps"], record["optimizer"]) == (2000, "adamw")
+        if record.metric == Metric.TRAINING_LOSS and record["steps"] == 2000
     ]
-    plain = {record["seed"]: record.p50 for record in records if record["hook"] == "none"}
-    gaps = {}
-    for record in records:
-        if record.implementation == GRADWIRE:
-            gaps.setdefault(record["hook"], []).append(record.p50 - plain[record["seed"]])
-    assert {hook: round(sum(found) / len(found), 3) for hook, found in gaps.items()} == LOSS_GAPS
+
+    def losses(hook, optimizer, implementation):
+        found = [
+            r for r in records if (r["hook"], r["optimizer"], r.implementation) == (hook, optimizer, implementation)
+        ]
+        return {record["seed"]: record.p50 for record in found}
+
+    def gap(hook, optimizer):
+        plain, own = losses("none", optimizer, PYTORCH), losses(hook, optimizer, GRADWIRE)
+        assert plain.keys() == own.keys() == {0, 1, 2}
+        return round(mean(own[seed] - plain[seed] for seed in own), 3)
+
+    trained = {record["hook"] for record in records} - {"none"}
+    assert {hook: LossGap(gap(hook, "adamw"), gap(hook, "muon")) for hook in trained} == LOSS_GAPS
 
 
-def test_aggressive_hooks_are_those_that_took_more_steps_or_were_not_trained():
+def test_aggressive_hooks_are_those_with_a_larger_loss_or_not_trained():
     aggressive = {name for name in HOOKS if is_aggressive(name)}
     assert aggressive >= {"powersgd-r4", "powersgd-r8-int8", "powersgd-r1", "sign"}
     assert not aggressive & {"none", "allreduce", "fp16", "bf16", "bf16-fp32-sum", "int8", "int4", "powersgd-r16"}
@@ -181,26 +177,23 @@ def test_aggressive_hooks_are_those_that_took_more_steps_or_were_not_trained():
 def test_aggressive_hook_is_named_and_not_recommended():
     case = measured(1e7, *all_hooks(), hook("powersgd-r1", 10**5, 0.0))
     assert advise(case).recommended == "powersgd-r16"
+    predictions = json.loads(to_json(case, advise(case)))["predictions"]
+    assert predictions[2]["loss_gap"] == LOSS_GAPS["int4"]._asdict()
     names = [line.split()[0] for line in printed(case).splitlines() if line.startswith(("int", "bf16", "powersgd"))]
     assert names[:4] == ["powersgd-r1!", "powersgd-r16", "int4", "bf16"]
-    assert "!: aggressive: a loss gap over 0.015; without one, over 10 % more steps" in told(case)
+    assert "!: aggressive: a loss gap over 0.015 with AdamW, or fewer than 16 bits and no measured gap" in told(case)
     assert printed(case).rstrip().endswith(HOOKS["powersgd-r16"].code)
     assert re.search(
         r"powersgd-r1 would be \d+\.\d\dx as fast as without a hook, but was not trained: comp", told(case)
     )
     long = measured(1e7, *all_hooks(), hook("powersgd-r4", 10**5, 0.0))
-    assert "but changed the training loss of a small GPT after 2,000 steps by +0.074 nats: compare" in told(long)
-    trained = measured(1e7, *all_hooks(), hook("powersgd-r8-int8", 10**5, 0.0))
     assert (
-        "without a hook, but took 1.17 times the steps to the same loss on a GPT with 2.3 M parameters: compare"
-        in told(trained)
+        "x as fast as without a hook, but ended at a training loss +0.074 nats relative to no "
+        "hook (small GPT, 2,000 steps, AdamW; +0.094 with Muon): compare" in told(long)
     )
     near = measured(1e7, *all_hooks(), hook("powersgd-r1", 5 * 10**6, 0.0))
     assert "would be" not in told(near), "not 5 % faster than powersgd-r16"
-    assert [each["is_aggressive"] for each in json.loads(to_json(case, advise(case)))["predictions"]] == [
-        *[False] * 4,
-        True,
-    ]
+    assert [each["is_aggressive"] for each in predictions] == [*[False] * 4, True]
     assert "!" not in printed(measured(1e7, *all_hooks()))
 
 
