@@ -206,8 +206,7 @@ def attach(
             f"attach(model, 'int4', {option}=...)."
         )
     scatter = _reduce_scatter_options(within)
-    averages = state is not None or hook is not None or within is None
-    if averages:
+    if state is not None or hook is not None or within is None:
         hook = hook or _hook_of(state)
         check_pairing(state, hook)
     if isinstance(model, TorchDDP):
@@ -216,35 +215,7 @@ def attach(
         _check_has_no_hook(model)
         model.register_comm_hook(state, cast("CommHook", hook))
         return _ddp_attachment(model, state, cast("CommHook", hook), name)
-    groups = list(parameter_groups(model))
-    replicated = [group for group in groups if group.replicas is not None]
-    scattered = [group for group in groups if group.shards is not None]
-    _check_groups(groups, averages, within)
-    check_patterns(scatter, [name for group in groups for name in group.parameters], "within")
-    if averages and isinstance(state, HookState):
-        names = [name for group in replicated for name in group.parameters]
-        state.names.check_names(names)
-        check_patterns(state.options, names)
-    settings = {name: str(value) for name, value in option_values(scatter).items()}
-    process_groups = [each for group in groups for each in group.process_groups()]
-    exchange = ShardedExchange(process_groups, groups[0].device, {"hook": "attach", **settings})
-    report = []
-    if averages:
-        replicas = replicated[0].replicas
-        assert hook is not None and replicas is not None
-        state = in_group(state, hook, replicas)
-        line = _attach_average(replicated, state, hook, exchange)
-        report.append(f"{name}{line} between {replicas.size()} replicas")
-    if scatter is not None:
-        report.append(_attach_scatter(scattered, scatter, exchange))
-    plain = ["the reduce-scatter"] if scattered and scatter is None else []
-    if replicated and not averages:
-        plain.append("the all-reduce between replicas")
-    elif (left := len(replicated) - exchange.n_averages) > 0:
-        plain.append(f"{left} parameter groups of several dtypes or without gradients")
-    if plain:
-        report.append(f"plain: {', '.join(plain)}")
-    return Attachment(state, "; ".join(report), model, groups, exchange)
+    return _sharded_attachment(model, state, hook, scatter, name)
 
 
 def _check_has_no_hook(model: TorchDDP) -> None:
@@ -257,6 +228,41 @@ def _check_has_no_hook(model: TorchDDP) -> None:
 
 def _ddp_attachment(model: TorchDDP, state: Any, hook: Callable[..., Any], name: str) -> Attachment:
     return Attachment(state, f"{name}{name_of(hook)} compresses the all-reduce of {type(model).__name__}")
+
+
+def _sharded_attachment(
+    model: nn.Module, state: Any, hook: CommHook | None, scatter: ReduceScatterOptions | None, name: str
+) -> Attachment:
+    """Attach to FSDP2's groups of parameters: ``hook`` averages between replicas, None leaves that plain."""
+    groups = list(parameter_groups(model))
+    replicated = [group for group in groups if group.replicas is not None]
+    scattered = [group for group in groups if group.shards is not None]
+    _check_groups(groups, hook is not None, scatter is not None)
+    check_patterns(scatter, [name for group in groups for name in group.parameters], "within")
+    if isinstance(state, HookState):
+        names = [name for group in replicated for name in group.parameters]
+        state.names.check_names(names)
+        check_patterns(state.options, names)
+    settings = {name: str(value) for name, value in option_values(scatter).items()}
+    process_groups = [each for group in groups for each in group.process_groups()]
+    exchange = ShardedExchange(process_groups, groups[0].device, {"hook": "attach", **settings})
+    report = []
+    if hook is not None:
+        replicas = replicated[0].replicas
+        assert replicas is not None
+        state = in_group(state, hook, replicas)
+        line = _attach_average(replicated, state, hook, exchange)
+        report.append(f"{name}{line} between {replicas.size()} replicas")
+    if scatter is not None:
+        report.append(_attach_scatter(scattered, scatter, exchange))
+    plain = ["the reduce-scatter"] if scattered and scatter is None else []
+    if replicated and hook is None:
+        plain.append("the all-reduce between replicas")
+    elif (left := len(replicated) - exchange.n_averages) > 0:
+        plain.append(f"{left} parameter groups of several dtypes or without gradients")
+    if plain:
+        report.append(f"plain: {', '.join(plain)}")
+    return Attachment(state, "; ".join(report), model, groups, exchange)
 
 
 def _name_from_environment(model: nn.Module) -> str:
@@ -336,7 +342,7 @@ def _check_model(model: object) -> None:
     )
 
 
-def _check_groups(groups: Sequence[ParameterGroup], averages: bool, within: object) -> None:
+def _check_groups(groups: Sequence[ParameterGroup], averages: bool, scatters: bool) -> None:
     replicas = [group.replicas for group in groups if group.replicas is not None]
     if averages and not replicas:
         raise NotImplementedError(
@@ -345,7 +351,7 @@ def _check_groups(groups: Sequence[ParameterGroup], averages: bool, within: obje
             "for the reduce-scatter, as in attach(model, 'bf16'), or shard over a 2-D mesh (replicate, shard) whose "
             "shards share fast links."
         )
-    if within is not None and all(group.shards is None for group in groups):
+    if scatters and all(group.shards is None for group in groups):
         raise ValueError("within has no effect on this model, which has no shards. Leave it out.")
     if any(map(_is_changed, groups)):
         raise ValueError("gradwire is attached to this model already. Call detach() of its Attachment first.")
