@@ -107,7 +107,7 @@ def _recommendation(advice: Advice) -> str:
     fastest = max(advice.predictions, key=lambda each: each.speed_up)
     (recommended,) = [each for each in advice.predictions if each.hook == advice.recommended]
     if is_aggressive(fastest.hook) and fastest.speed_up >= WORTHWHILE * recommended.speed_up:
-        why = measured_accuracy(fastest.hook) or "was not trained"
+        why = measured_accuracy(fastest.hook) or "its loss was not measured"
         text += f" {fastest.hook} would be {fastest.speed_up:.2f}x as fast as without a hook, but {why}: compare loss "
         text += "curves before you use it."
     return text

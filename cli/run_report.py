@@ -65,7 +65,7 @@ def _exchange(compression: Compression) -> Iterator[str]:
         yield f"  of the exchange      {parts}; summed over the buckets, which overlap with each other and the backward"
     if "delayed_ratio" in values:
         delay = compression.metrics["delayed_ratio"][-1]
-        advice = "little is delayed" if delay <= LARGEST_DELAY else "above 1, much is delayed: use a higher rank"
+        advice = "at most 1" if delay <= LARGEST_DELAY else "above 1: use a higher rank or more bits"
         yield f"  error / gradient     {delay:.3g} in the last comparison (norms of means over the ranks); {advice}"
     elif "residual_ratio" in values:
         ratios = compression.metrics["residual_ratio"]

@@ -45,9 +45,10 @@ Report = Callable[[Mapping[str, float]], None]
 # without a hook by about 0.015 nats times its square (docs/log/powersgd.md).
 LARGEST_DELAY = 1.0
 DELAYED = (
-    "%s: in step %d, the error memory is %.2f times as large as the gradient, both averaged over the ranks: most of a "
-    "gradient is applied in later steps, and the loss may suffer. Raise the rank or the number of bits, or exempt the "
-    "parameters that need it; docs/telemetry.md has figures. This is logged once."
+    "%s: in step %d, the error memory is %.2f times as large as the gradient, both averaged over the ranks. PowerSGD "
+    "then applies most of a gradient in later steps, quantization adds noise of that size, and the loss may suffer. "
+    "Raise the rank or the number of bits, or exempt the parameters that need it; docs/telemetry.md has figures. This is "
+    "logged once."
 )
 
 COMPARED_NUMEL = 2**16  # elements of a bucket that are compared with the exact mean
@@ -250,7 +251,7 @@ class Telemetry:
                     self._has_failed = True
 
     def _warn_of_delay(self) -> None:
-        """Warn once, on the first rank, if most of a gradient is applied late."""
+        """Warn once, on the first rank, if the mean error memory is larger than the mean gradient."""
         delay = self.latest.get("delayed_ratio", 0.0)
         if delay > LARGEST_DELAY and not self._has_warned:
             self._has_warned = True

@@ -38,9 +38,9 @@ MARK_NOTE = (
 
 
 def is_aggressive(hook: str) -> bool:
-    """Whether the loss gap of a hook with AdamW is above `TOLERATED_GAP`, or it was not measured.
+    """Whether the loss gap of a hook with AdamW is above `TOLERATED_GAP`.
 
-    Hooks that only round gradients to 16 bits are never aggressive.
+    Without a measured gap, whether the hook sends fewer than 16 bits per element.
     """
     if hook in LOSS_GAPS:
         return LOSS_GAPS[hook].adamw > TOLERATED_GAP

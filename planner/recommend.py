@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gradwire.planner.accuracy import LOSS_GAPS, MARK, is_aggressive
+from gradwire.planner.accuracy import LOSS_GAPS, is_aggressive
 from gradwire.planner.hook_registry import CAST, DEFAULT_CAP_MB, HOOKS, PLAIN, bucket_cap_mb
 from gradwire.planner.link_probe import bytes_out_of_node
 from gradwire.planner.measurement import Measurement
@@ -115,13 +115,16 @@ def _recommend(predictions: Sequence[Prediction]) -> tuple[str, str]:
     fastest = max((each for each in mild if each.hook != PLAIN), key=lambda each: each.speed_up)
     worthwhile = {each.hook: each for each in mild if each.speed_up >= WORTHWHILE}
     is_complete = sum(each.speed_up >= WORTHWHILE for each in predictions) == len(worthwhile)
-    hook = "hook" if is_complete else f"hook that is not aggressive ({MARK})"
+    hook = "hook" if is_complete else "hook with a small loss gap"
     if not worthwhile:
-        best = f"{fastest.hook} with {fastest.speed_up:.2f}x"
+        best = f"{fastest.hook} with {100 * (fastest.speed_up - 1):+.1f} %"
         return PLAIN, f"no {hook} makes a step {percent} faster; the best is {best}"
     if CAST in worthwhile and fastest.speed_up_over_bf16 < WORTHWHILE:
         speed_up = worthwhile[CAST].speed_up
-        return CAST, f"a step is {speed_up:.2f}x as fast as without a hook, and no other {hook} is {percent} faster"
+        return (
+            CAST,
+            f"a step is {speed_up:.2f}x as fast as without a hook, and no other {hook} is {percent} faster than bf16",
+        )
     near = [each for each in worthwhile.values() if each.speed_up * WORTHWHILE >= fastest.speed_up]
     chosen = min(near, key=lambda each: (_loss_gap(each.hook), -each.bytes_kept))
     return chosen.hook, (
@@ -130,5 +133,5 @@ def _recommend(predictions: Sequence[Prediction]) -> tuple[str, str]:
 
 
 def _loss_gap(hook: str) -> float:
-    """To two decimals, because the losses of two seeds differ in the third; 0 for hooks that send 16 bits or more."""
+    """To two decimals, because the losses of two seeds differ in the third; 0 for 16-bit hooks that were not trained."""
     return round(LOSS_GAPS[hook].adamw, 2) if hook in LOSS_GAPS else 0.0

@@ -64,7 +64,7 @@ def test_tie_recommends_hook_with_most_bytes():
 def test_bf16_is_recommended_if_no_hook_is_faster():
     advice = advise(measured(5e9, *all_hooks()))
     assert advice.recommended == "bf16"
-    assert "no other hook is 5 % faster" in advice.reason
+    assert "no other hook is 5 % faster than bf16" in advice.reason
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_aggressive_hook_is_named_and_not_recommended():
     assert "!: aggressive: a loss gap over 0.015 with AdamW, or fewer than 16 bits and no measured gap" in told(case)
     assert printed(case).rstrip().endswith(HOOKS["powersgd-r16"].code)
     assert re.search(
-        r"powersgd-r1 would be \d+\.\d\dx as fast as without a hook, but was not trained: comp", told(case)
+        r"powersgd-r1 would be \d+\.\d\dx as fast as without a hook, but its loss was not measured: comp", told(case)
     )
     long = measured(1e7, *all_hooks(), hook("powersgd-r4", 10**5, 0.0))
     assert (
@@ -201,9 +201,8 @@ def test_only_an_aggressive_hook_is_worthwhile_and_none_is_recommended():
     slow = hook("none", 10**8, 0.0), hook("bf16", 5 * 10**7, 1.0)
     case = measured(5e9, *slow, hook("powersgd-r1", 10**5, 0.0))
     assert "no hook makes a step 5 % faster" in told(measured(5e9, *slow, hook("powersgd-r1", 10**5, 1.0)))
-    assert (
-        "Do not compress: no hook that is not aggressive (!) makes a step 5 % faster; the best is bf16 with 0."
-        in told(case)
+    assert "Do not compress: no hook with a small loss gap makes a step 5 % faster; the best is bf16 with -" in told(
+        case
     )
     assert "powersgd-r1 would be " in told(case)
     assert json.loads(to_json(case, advise(case)))["recommended"] == "none"
