@@ -47,8 +47,8 @@ LARGEST_DELAY = 1.0
 DELAYED = (
     "%s: in step %d, the error memory is %.2f times as large as the gradient, both averaged over the ranks. PowerSGD "
     "then applies most of a gradient in later steps, quantization adds noise of that size, and the loss may suffer. "
-    "Raise the rank or the number of bits, or exempt the parameters that need it; docs/telemetry.md has figures. This is "
-    "logged once."
+    "Raise the rank or the number of bits, or exempt the parameters that need it; docs/telemetry.md has figures. This "
+    "is logged once."
 )
 
 COMPARED_NUMEL = 2**16  # elements of a bucket that are compared with the exact mean

@@ -133,5 +133,5 @@ def _recommend(predictions: Sequence[Prediction]) -> tuple[str, str]:
 
 
 def _loss_gap(hook: str) -> float:
-    """To two decimals, because the losses of two seeds differ in the third; 0 for 16-bit hooks that were not trained."""
+    """To two decimals, because the losses of two seeds differ in the third; 0 if it was not measured (16-bit hooks)."""
     return round(LOSS_GAPS[hook].adamw, 2) if hook in LOSS_GAPS else 0.0
