@@ -65,6 +65,8 @@ def test_bf16_is_recommended_if_no_hook_is_faster():
     advice = advise(measured(5e9, *all_hooks()))
     assert advice.recommended == "bf16"
     assert "no other hook is 5 % faster than bf16" in advice.reason
+    assert "The accuracy of" not in told(measured(5e9, *all_hooks()))
+    assert "bf16 ended at a training loss -0.001 nats" in told(measured(5e9, *all_hooks()))
 
 
 @pytest.mark.parametrize(
