@@ -19,6 +19,7 @@ from tests.support.rehearsal import gpu_on_cpu, register_backend
 
 SHAPES = [(300,), (17, 33), (5, 4, 3)]
 LARGEST_ERRORS = {"fp32": 1e-6, "bf16": 5e-3, "fp16": 1e-3, "int8": 1.5e-2, "int6": 6e-2}
+SUMMED_BY_GLOO = ("fp32", "fp16")  # in an order that depends on an element's place in the message
 
 
 def tensors_of(step, dtype=torch.float32):
@@ -49,7 +50,8 @@ def test_means_and_sums_are_within_the_error_of_the_format_and_equal_on_all_rank
         all_reduce(single, op, wire=wire)
         all_reduce_coalesced(tensors, op, wire=wire)
         assert_same_on_all_ranks(from_all_ranks([single, *tensors]))
-        assert_same_bits(single, tensors[0])
+        if size == 2 or wire not in SUMMED_BY_GLOO:
+            assert_same_bits(single, tensors[0])
         for found, sums in zip(tensors, expected, strict=True):
             assert relative_error(found, sums / divisor) <= LARGEST_ERRORS[wire]
 
