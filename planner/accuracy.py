@@ -23,6 +23,7 @@ LOSS_GAPS = {
     "sign": LossGap(0.299, 0.331),
     "powersgd-r4": LossGap(0.074, 0.094),
     "powersgd-r16": LossGap(0.009, 0.022),
+    "powersgd-r8-int8": LossGap(0.034, 0.048),
     "powersgd-r16-int8": LossGap(0.011, 0.023),
     "powersgd-r32-int8": LossGap(0.000, 0.008),
 }
