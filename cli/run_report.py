@@ -73,4 +73,4 @@ def _exchange(compression: Compression) -> Iterator[str]:
         yield f"  error / gradient     {shown}; it should level off"
     hook = compression.hook_name
     if "wire_ms" in values and (accuracy := measured_accuracy(hook)):  # not of a reduce-scatter
-        yield f"  accuracy             not measured: compare with the loss of a run without it; {hook} {accuracy}"
+        yield f"  accuracy             compare the loss with that of a run without a hook; {hook} {accuracy}"

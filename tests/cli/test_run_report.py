@@ -81,7 +81,7 @@ def test_error_at_first_and_at_the_end_are_the_first_and_the_last_measured(world
     text = run_report.report(made)
     assert "error / gradient     0.5 at first, 0.1 at the end" in text
     assert "1 rank, 13 steps" in text
-    assert "accuracy             not measured: compare with the loss of a run without it; int4 ended at " in text
+    assert "accuracy             compare the loss with that of a run without a hook; int4 ended at " in text
     for delay, advice in ((0.84, "at most 1"), (1.2, "above 1: use a higher rank or more bits")):
         made[0].metrics["delayed_ratio"] = [0.1, delay]
         text = run_report.report(made)
