@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from gradwire.planner.hook_registry import HOOKS
+from gradwire.planner.hook_registry import CAST, HOOKS
 
 
 class LossGap(NamedTuple):
@@ -66,8 +66,7 @@ def accuracy_of(hook: str) -> str:
         return "allreduce sends exact gradients."
     if (found := measured_accuracy(hook)) is not None:
         return f"{hook} {found}. Check the loss of your own model."
-    measured = "bf16"  # the others also round to 16 bits
-    return (
-        f"The accuracy of {hook} was not measured; the most similar hook, {measured}, {measured_accuracy(measured)}. "
-        "Check the loss of your own model."
+    return (  # the others also round to 16 bits
+        f"The accuracy of {hook} was not measured; the most similar hook, {CAST}, {measured_accuracy(CAST)}. Check the "
+        "loss of your own model."
     )

@@ -121,9 +121,8 @@ def _recommend(predictions: Sequence[Prediction]) -> tuple[str, str]:
         return PLAIN, f"no {hook} makes a step {percent} faster; the best is {best}"
     if CAST in worthwhile and fastest.speed_up_over_bf16 < WORTHWHILE:
         speed_up = worthwhile[CAST].speed_up
-        return (
-            CAST,
-            f"a step is {speed_up:.2f}x as fast as without a hook, and no other {hook} is {percent} faster than bf16",
+        return CAST, (
+            f"a step is {speed_up:.2f}x as fast as without a hook, and no other {hook} is {percent} faster than {CAST}"
         )
     near = [each for each in worthwhile.values() if each.speed_up * WORTHWHILE >= fastest.speed_up]
     chosen = min(near, key=lambda each: (_loss_gap(each.hook), -each.bytes_kept))
