@@ -2,7 +2,7 @@
 # install is skipped.
 PYTHON ?= python3
 BIN := .venv/bin
-PACKAGES := api reducer sharded collectives hooks algorithms comm kernels planner testing integrations bench bench/gpu cli
+PACKAGES := api reducer sharded collectives hooks compress comm kernels planner testing integrations bench bench/gpu cli
 ON_ALL_CORES := -n auto --dist worksteal
 export PYTHONSAFEPATH := 1
 # Developers' tools are run in the checkout and are not installed. Commands begin with `env`, not with an assignment, for

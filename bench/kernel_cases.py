@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _orthogonalize as torch_orthogonalize
 
 from gradwire import kernels
-from gradwire.algorithms import LowRankPolicy
 from gradwire.bench.implementations import GRADWIRE
 from gradwire.bench.kernel_bytes import (
     BLOCK_SIZE,
@@ -31,6 +30,7 @@ from gradwire.bench.kernel_bytes import (
 )
 from gradwire.bench.shapes import Shape
 from gradwire.bench.timing import Timing, timed, turns
+from gradwire.compress import LowRankPolicy
 
 RANKS = 2  # the gradients are divided by it
 COMPILED, EAGER = "torch.compile", "eager PyTorch"

@@ -21,7 +21,6 @@ from typing import NamedTuple
 
 import torch
 
-from gradwire.algorithms.policy import STATELESS
 from gradwire.bench.kernel_bytes import (
     copy_bytes,
     dequantize_bytes,
@@ -33,6 +32,7 @@ from gradwire.bench.kernel_bytes import (
 from gradwire.bench.namespaces import Rate
 from gradwire.bench.record import Metric, Record, format_bytes
 from gradwire.bench.tables import Table, format_number, format_rate, groups_of, median_of
+from gradwire.compress.policy import STATELESS
 from gradwire.kernels import WIRE_FORMATS
 from gradwire.planner.link_probe import bytes_out_of_node
 from gradwire.planner.step_model import BETWEEN_NODES

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.algorithms._validation import check_choice, check_whole_number
-from gradwire.algorithms.policy import wire_name
 from gradwire.collectives.functions import AVG, SUM, all_reduce, is_mean_or_sum, reduce_scatter_tensor
 from gradwire.comm.torch_internals import default_group
+from gradwire.compress._validation import check_choice, check_whole_number
+from gradwire.compress.policy import wire_name
 from gradwire.hooks._decorators import check_process_group
 
 BACKEND = "gradwire"

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.algorithms import WirePolicy
 from gradwire.collectives.places import Calls, P, Place, facts_of, layout_key, named_wire
+from gradwire.compress import WirePolicy
 
 
 class Memory:

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from gradwire.algorithms import Gradients, ScatterBucket, WirePolicy, start_reduce_scatter
-from gradwire.algorithms._validation import check_count, check_elements, check_entries, checked_tensors
-from gradwire.algorithms.policy import wire_name
 from gradwire.comm import Connections, Executor, Transport, connections_of
 from gradwire.comm.store_collectives import named_barrier
 from gradwire.comm.transport import wait_for
+from gradwire.compress import Gradients, ScatterBucket, WirePolicy, start_reduce_scatter
+from gradwire.compress._validation import check_count, check_elements, check_entries, checked_tensors
+from gradwire.compress.policy import wire_name
 from gradwire.hooks._bucket import BucketWork, OwnBucket, layout_without_memory
 from gradwire.hooks._by_name import NamedHook, hook_named
 from gradwire.hooks._handshake import compare_settings

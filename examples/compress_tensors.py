@@ -10,8 +10,8 @@ import argparse
 
 import torch
 
-from gradwire.algorithms import LowRankBucket, LowRankPolicy, Step, powersgd_all_reduce
 from gradwire.comm import LocalTransport, Workspace, run_algorithm
+from gradwire.compress import LowRankBucket, LowRankPolicy, Step, powersgd_all_reduce
 
 
 def main() -> None:

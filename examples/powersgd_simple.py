@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 examples/powersgd_simple.py --rank 4
 
 Every matrix takes two all-reduces of its own, and the backward pass waits for them. The state has no checkpoints, and
-a NaN stays in its error memory. gradwire's version, in algorithms/powersgd.py, sends all matrices of a bucket in one
+a NaN stays in its error memory. gradwire's version, in compress/powersgd.py, sends all matrices of a bucket in one
 message, overlaps its collectives with the backward pass, and has kernels for GPUs and CPUs (kernels/lowrank.py,
 kernels/orthogonalize.py). Both compute the same result: tests/distributed/hooks/test_simple_examples.py.
 

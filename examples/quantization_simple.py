@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 examples/quantization_simple.py --bits 4
 
 Every parameter takes an all-to-all and an all-gather of its own, and the backward pass waits for them. The state has no
-checkpoints, and a NaN stays in its error memory. gradwire's version, in algorithms/quantization.py, sends all
+checkpoints, and a NaN stays in its error memory. gradwire's version, in compress/quantization.py, sends all
 parameters of a bucket in one message, overlaps its collectives with the backward pass, and has kernels for GPUs and
 CPUs (kernels/quantize.py). tests/distributed/hooks/test_simple_examples.py compares the two.
 

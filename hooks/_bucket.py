@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gradwire.algorithms import Gradients
 from gradwire.comm import Transport
+from gradwire.compress import Gradients
 from gradwire.kernels import SegmentTable, as_real, gradient_layout, layout_in_dtype
 
 if TYPE_CHECKING:

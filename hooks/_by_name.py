@@ -28,8 +28,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from gradwire.algorithms._validation import closest
-from gradwire.algorithms.policy import WIRE_ALIASES, wire_name
+from gradwire.compress._validation import closest
+from gradwire.compress.policy import WIRE_ALIASES, wire_name
 from gradwire.hooks._decorators import CommHook
 from gradwire.hooks.default_hooks import CastState, allreduce_hook, bf16_compress_hook, fp16_compress_hook
 from gradwire.hooks.powerSGD_hook import FACTOR_WIRES, PowerSGDState, batched_powerSGD_hook, powerSGD_hook

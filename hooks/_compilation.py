@@ -8,9 +8,9 @@ from contextlib import suppress
 
 import torch
 
-from gradwire.algorithms import Gradients, Step
-from gradwire.algorithms.memory import BucketMemory
 from gradwire.comm import Algorithm, Connections, IdleTransport, Workspace, run_algorithm
+from gradwire.compress import Gradients, Step
+from gradwire.compress.memory import BucketMemory
 from gradwire.hooks._bucket import Bucket
 from gradwire.kernels import dispatch, gradient_layout, is_capturing
 

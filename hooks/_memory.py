@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.algorithms._validation import check_elements, check_memory_shape, check_range, checked_tensors
-from gradwire.algorithms.memory import BucketMemory, Memory, MemoryByName
 from gradwire.comm import Task, executor_for
+from gradwire.compress._validation import check_elements, check_memory_shape, check_range, checked_tensors
+from gradwire.compress.memory import BucketMemory, Memory, MemoryByName
 from gradwire.hooks._bucket import Bucket
 from gradwire.hooks._handshake import digest
 from gradwire.hooks._names import is_number, plain_name

@@ -24,11 +24,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from gradwire.algorithms import Step, is_repeatable
-from gradwire.algorithms.memory import BucketMemory
 from gradwire.comm import Algorithm, Connections
 from gradwire.comm.plan import Plan
 from gradwire.comm.stream_executor import Handle, Result, StreamExecutor
+from gradwire.compress import Step, is_repeatable
+from gradwire.compress.memory import BucketMemory
 from gradwire.hooks._bucket import Bucket, BucketWork
 from gradwire.hooks._handshake import Agreement
 from gradwire.hooks._settings import HookSettings

@@ -11,7 +11,10 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from gradwire.algorithms import (
+from gradwire.comm import Algorithm, Connections, Task, Transport, Workspace
+from gradwire.comm.connections import BACKWARD
+from gradwire.comm.stream_executor import StreamExecutor
+from gradwire.compress import (
     NodeBucket,
     Quantization,
     QuantizedBucket,
@@ -20,11 +23,8 @@ from gradwire.algorithms import (
     repeatable,
     sparse_all_reduce,
 )
-from gradwire.algorithms._validation import check_whole_number
-from gradwire.algorithms.memory import BucketMemory
-from gradwire.comm import Algorithm, Connections, Task, Transport, Workspace
-from gradwire.comm.connections import BACKWARD
-from gradwire.comm.stream_executor import StreamExecutor
+from gradwire.compress._validation import check_whole_number
+from gradwire.compress.memory import BucketMemory
 from gradwire.hooks._bucket import Bucket, BucketWork, GradBucket, TorchBucket
 from gradwire.hooks._plans import Plans, replayed
 from gradwire.hooks._settings import HookSettings

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gradwire.algorithms._validation import check_whole_number
 from gradwire.comm.torch_internals import default_group, is_initialized_group
+from gradwire.compress._validation import check_whole_number
 from gradwire.hooks._bucket import Bucket
 from gradwire.hooks._decorators import by_name, check_process_group, is_gradwire_hook, name_of
 from gradwire.hooks._handshake import Handshake, check_same_ranks

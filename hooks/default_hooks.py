@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradwire.algorithms import cast_all_reduce
-from gradwire.algorithms._validation import check_choice, check_keywords
+from gradwire.compress import cast_all_reduce
+from gradwire.compress._validation import check_choice, check_keywords
 from gradwire.hooks._bucket import Bucket, GradBucket, tensor_in
 from gradwire.hooks._decorators import CommHook, ddp_hook, replayable, zero_copy
 from gradwire.hooks._plans import replayed

@@ -23,11 +23,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from gradwire.algorithms import Step, cast_all_reduce
-from gradwire.algorithms._validation import MAX_COUNT, check_count, check_counts, check_entries, check_whole_number
-from gradwire.algorithms.memory import BucketMemory, Memory, MemoryByName
 from gradwire.comm import Algorithm, GroupTransport, Transport, connections_of
 from gradwire.comm.store_collectives import RanksMissing, named_barrier
+from gradwire.compress import Step, cast_all_reduce
+from gradwire.compress._validation import MAX_COUNT, check_count, check_counts, check_entries, check_whole_number
+from gradwire.compress.memory import BucketMemory, Memory, MemoryByName
 from gradwire.hooks._bucket import Bucket, GradBucket
 from gradwire.hooks._compilation import EarlyCompilation
 from gradwire.hooks._decorators import ddp_hook, described, zero_copy

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.algorithms import (
+from gradwire.comm import Algorithm, Transport
+from gradwire.compress import (
     LowRankBucket,
     LowRankPolicy,
     alternating_all_reduce,
@@ -25,7 +26,7 @@ from gradwire.algorithms import (
     powersgd_all_reduce,
     repeatable,
 )
-from gradwire.algorithms._validation import (
+from gradwire.compress._validation import (
     MAX_COUNT,
     check_choice,
     check_elements,
@@ -35,9 +36,8 @@ from gradwire.algorithms._validation import (
     check_whole_number,
     wrong,
 )
-from gradwire.algorithms.memory import MemoryByName, error_like
-from gradwire.algorithms.powersgd import check_factors, check_size_of_factors
-from gradwire.comm import Algorithm, Transport
+from gradwire.compress.memory import MemoryByName, error_like
+from gradwire.compress.powersgd import check_factors, check_size_of_factors
 from gradwire.hooks._bucket import Bucket, GradBucket
 from gradwire.hooks._decorators import ddp_hook, replayable
 from gradwire.hooks._memory import ERRORS

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.algorithms import NodeBucket, QuantizedBucket, WirePolicy
-from gradwire.algorithms._validation import check_keywords, check_whole_number
-from gradwire.algorithms.memory import MemoryByName
-from gradwire.algorithms.policy import DEFAULT_EXEMPT, check_block_size
 from gradwire.comm import Transport
+from gradwire.compress import NodeBucket, QuantizedBucket, WirePolicy
+from gradwire.compress._validation import check_keywords, check_whole_number
+from gradwire.compress.memory import MemoryByName
+from gradwire.compress.policy import DEFAULT_EXEMPT, check_block_size
 from gradwire.hooks._bucket import GradBucket
 from gradwire.hooks._decorators import ddp_hook, replayable
 from gradwire.hooks._memory import ERRORS

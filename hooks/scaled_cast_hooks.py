@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from gradwire.algorithms import BucketScale, DelayedScaling, scaled_cast_all_reduce
-from gradwire.algorithms._validation import (
+from gradwire.compress import BucketScale, DelayedScaling, scaled_cast_all_reduce
+from gradwire.compress._validation import (
     MAX_COUNT,
     check_count,
     check_elements,
@@ -18,7 +18,7 @@ from gradwire.algorithms._validation import (
     check_tensor,
     wrong,
 )
-from gradwire.algorithms.scaled_cast import MAX_MARGIN
+from gradwire.compress.scaled_cast import MAX_MARGIN
 from gradwire.hooks._bucket import Bucket, GradBucket
 from gradwire.hooks.hook_state import HookState, Step, hook_for
 from gradwire.hooks.telemetry import HostCopy

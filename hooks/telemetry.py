@@ -29,10 +29,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.algorithms import Gradients
-from gradwire.algorithms.memory import BucketMemory
 from gradwire.comm import Algorithm, Collective, Driver, Transport
 from gradwire.comm.executor import EXIT_TIMEOUT_SECONDS
+from gradwire.compress import Gradients
+from gradwire.compress.memory import BucketMemory
 from gradwire.kernels import compute_dtype
 
 __all__ = ["to_jsonl", "to_tensorboard", "to_wandb"]

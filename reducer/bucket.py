@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from gradwire.algorithms import Gradients, Step, cast_all_reduce, repeatable
 from gradwire.comm import Transport
 from gradwire.comm.stream_executor import Handle
+from gradwire.compress import Gradients, Step, cast_all_reduce, repeatable
 from gradwire.hooks._bucket import BucketWork, OwnBucket
 from gradwire.hooks._names import plain_name
 from gradwire.hooks._plans import Plans

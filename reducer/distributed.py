@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import JoinHook
 
-from gradwire.algorithms._validation import check_whole_number
 from gradwire.comm import GroupTransport
 from gradwire.comm.connections import connections_of
+from gradwire.compress._validation import check_whole_number
 from gradwire.hooks import default_hooks
 from gradwire.hooks._by_name import (
     NONE,

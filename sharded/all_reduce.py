@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.algorithms import Gradients
 from gradwire.comm import Transport, connections_of
 from gradwire.comm.connections import has_streams
 from gradwire.comm.transport import wait_for
+from gradwire.compress import Gradients
 from gradwire.hooks._bucket import BucketWork, OwnBucket, layout_without_memory, tensor_in
 from gradwire.hooks._decorators import CommHook, is_zero_copy, name_of
 from gradwire.hooks._names import plain_name

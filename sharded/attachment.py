@@ -13,10 +13,10 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from gradwire.algorithms.policy import wire_name
 from gradwire.collectives import CompressedGroup
 from gradwire.comm.rank_differences import format_differences
 from gradwire.comm.store_collectives import gather_json
+from gradwire.compress.policy import wire_name
 from gradwire.hooks._by_name import (
     NONE,
     VARIABLE,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from gradwire.algorithms._validation import check_elements, check_entries, check_tensor
+from gradwire.compress._validation import check_elements, check_entries, check_tensor
 from gradwire.hooks.hook_state import HookState
 from gradwire.sharded.reduce_scatter import QuantizedReduceScatter
 from gradwire.sharded.torch_internals import ParameterGroup

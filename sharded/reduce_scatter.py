@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.algorithms import ScatterBucket, WirePolicy, start_reduce_scatter
-from gradwire.algorithms.policy import exempt_format
 from gradwire.comm import Transport, connections_of
 from gradwire.comm.transport import wait_for
+from gradwire.compress import ScatterBucket, WirePolicy, start_reduce_scatter
+from gradwire.compress.policy import exempt_format
 from gradwire.kernels import WIRE_FORMATS
 from gradwire.sharded.exchange import ShardedExchange
 from gradwire.sharded.torch_internals import ParameterGroup

@@ -18,11 +18,11 @@ from rich.progress import track
 from torch import Tensor
 
 from gradwire import kernels
-from gradwire.algorithms.policy import WIRE_ALIASES
 from gradwire.bench.kernel_bytes import BLOCK_SIZE
 from gradwire.bench.record import Measured, Record, records_of, unique
 from gradwire.bench.tables import Cell, Group, Table, count, median_of, pivot, value
 from gradwire.bench.tasks import OPTIMIZERS
+from gradwire.compress.policy import WIRE_ALIASES
 from tools import formats, recorded_gradients
 
 BITS = "bits per element"

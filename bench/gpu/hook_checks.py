@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
 
-from gradwire.algorithms import Step
 from gradwire.bench.emulated import emulated_link, wire_seconds
 from gradwire.bench.gpu.case import LaneCase, Skipped, require
 from gradwire.bench.gpu.training import (
@@ -34,6 +33,7 @@ from gradwire.bench.namespaces import Rate
 from gradwire.bench.timing import timed
 from gradwire.comm import connections_of
 from gradwire.comm.stream_executor import StreamExecutor
+from gradwire.compress import Step
 from gradwire.hooks import _plans, default_hooks
 from gradwire.hooks._bucket import Bucket, GradBucket
 from gradwire.hooks._decorators import zero_copy

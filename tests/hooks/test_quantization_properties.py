@@ -10,8 +10,8 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from gradwire.algorithms import Quantization, QuantizedBucket, Step, quantized_all_reduce
 from gradwire.comm import Transport, Workspace
+from gradwire.compress import Quantization, QuantizedBucket, Step, quantized_all_reduce
 from gradwire.kernels import WIRE_FORMATS
 from gradwire.testing._cases import Case, parameters
 from gradwire.testing._laws import lost

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from gradwire.algorithms import DelayedScaling
+from gradwire.compress import DelayedScaling
 from gradwire.hooks.default_hooks import CastState
 from gradwire.hooks.powerSGD_hook import PowerSGDState
 from gradwire.hooks.quantization_hooks import QuantizationState

@@ -13,8 +13,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradwire
-from gradwire.algorithms import Quantization
 from gradwire.bench.shapes import buckets, gpt2
+from gradwire.compress import Quantization
 from tests.kernels.support.algorithm_steps import cast, powersgd, quantized
 from tests.kernels.support.empty_driver import empty_gpu
 

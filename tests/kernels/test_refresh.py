@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from gradwire.algorithms import (
+from gradwire.comm import LocalTransport, Workspace, run_algorithm
+from gradwire.compress import (
     LowRankBucket,
     LowRankPolicy,
     Step,
@@ -11,9 +12,8 @@ from gradwire.algorithms import (
     powersgd,
     powersgd_all_reduce,
 )
-from gradwire.algorithms import step as step_module
-from gradwire.algorithms.policy import MatrixShape
-from gradwire.comm import LocalTransport, Workspace, run_algorithm
+from gradwire.compress import step as step_module
+from gradwire.compress.policy import MatrixShape
 from tests.kernels.support.exact import assert_same_bits
 
 

@@ -11,8 +11,8 @@ from functools import partial
 import pytest
 import torch
 
-from gradwire.algorithms import Quantization
 from gradwire.bench.shapes import buckets, gpt2
+from gradwire.compress import Quantization
 from tests.kernels.support.ahead_of_time import recorded_launches, variant
 from tests.kernels.support.algorithm_steps import STEPS, cast, powersgd, quantized, scaled_cast
 

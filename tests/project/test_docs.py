@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
     (ROOT / "docs").rglob("*.md")
 )
-PACKAGES = ("api", "reducer", "hooks", "algorithms", "comm", "kernels")
+PACKAGES = ("api", "reducer", "hooks", "compress", "comm", "kernels")
 CODE = re.compile(r"```.*?```", re.DOTALL)
 
 

@@ -5,7 +5,7 @@ import doctest
 import pytest
 import torch
 
-from gradwire.algorithms import powersgd
+from gradwire.compress import powersgd
 
 
 @pytest.mark.parametrize("module", [powersgd], ids=lambda module: module.__name__)

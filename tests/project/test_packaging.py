@@ -71,3 +71,11 @@ def test_python_versions_of_the_classifiers_are_those_tested():
     tested = re.findall(r"^\| (3\.\d+)\.\d+ \|", (ROOT / "docs" / "compatibility.md").read_text(), re.MULTILINE)
     named = re.findall(r"Python :: (3\.\d+)$", "\n".join(classifiers), re.MULTILINE)
     assert named == sorted(set(tested))
+
+
+@pytest.mark.parametrize("folder", ["compress", "kernels", "hooks", "tests", "bench"])
+def test_top_level_folder_keeps_its_name(folder):
+    """Users and documentation refer to these folders by name; the installed packages have the same names."""
+    assert any((ROOT / folder).glob("**/*.py"))
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-dir"]
+    assert packages.get(f"gradwire.{folder}", folder) == folder

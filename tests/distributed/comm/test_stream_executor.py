@@ -7,7 +7,10 @@ from unittest import mock
 import pytest
 import torch
 
-from gradwire.algorithms import (
+from gradwire.comm import Task
+from gradwire.comm.plan import Plan
+from gradwire.comm.stream_executor import StreamExecutor
+from gradwire.compress import (
     BucketScale,
     DelayedScaling,
     LowRankBucket,
@@ -22,9 +25,6 @@ from gradwire.algorithms import (
     quantized_all_reduce,
     scaled_cast_all_reduce,
 )
-from gradwire.comm import Task
-from gradwire.comm.plan import Plan
-from gradwire.comm.stream_executor import StreamExecutor
 from gradwire.reducer.reducer import Backward
 from tests.support.stream_double import Race, Stream, StreamTransport, stream_double
 

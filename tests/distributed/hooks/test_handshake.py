@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradwire.algorithms import DelayedScaling
 from gradwire.comm import store_collectives
 from gradwire.comm.connections import executor_for
+from gradwire.compress import DelayedScaling
 from gradwire.hooks import _handshake, default_hooks
 from gradwire.hooks._settings import settings_of
 from gradwire.hooks.hook_state import HookState

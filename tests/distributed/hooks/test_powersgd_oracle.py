@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradwire.algorithms import LowRankBucket, LowRankPolicy, Step, powersgd_all_reduce
 from gradwire.comm import LocalTransport, Workspace, run_algorithm
+from gradwire.compress import LowRankBucket, LowRankPolicy, Step, powersgd_all_reduce
 from gradwire.hooks.powerSGD_hook import FACTOR_WIRES, powerSGD_hook
 from gradwire.kernels import WIRE_FORMATS, Matrix, MatrixTable, bound_low_rank, random_key
 from tests.support.bits import assert_same_bits, same_bits

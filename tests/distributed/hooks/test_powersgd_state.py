@@ -16,10 +16,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as pytorch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gradwire.algorithms import LowRankBucket, Step
-from gradwire.algorithms.policy import MatrixShape
-from gradwire.algorithms.powersgd import alternating_all_reduce, powersgd_all_reduce
 from gradwire.comm import LocalTransport, Workspace, run_algorithm
+from gradwire.compress import LowRankBucket, Step
+from gradwire.compress.policy import MatrixShape
+from gradwire.compress.powersgd import alternating_all_reduce, powersgd_all_reduce
 from gradwire.hooks import hook_state
 from gradwire.hooks import powerSGD_hook as ours
 from gradwire.hooks.hook_state import StepCount

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradwire.algorithms import Quantization, QuantizedBucket
 from gradwire.comm import LocalTransport
+from gradwire.compress import Quantization, QuantizedBucket
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradwire.kernels import WIRE_FORMATS
 from gradwire.sharded import ReduceScatterOptions

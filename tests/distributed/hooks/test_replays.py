@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradwire.algorithms import quantized_all_reduce
 from gradwire.comm.stream_executor import StreamExecutor
 from gradwire.comm.transport import GroupTransport
+from gradwire.compress import quantized_all_reduce
 from gradwire.hooks import _plans, default_hooks, hook_state
 from gradwire.hooks.hook_state import hook_for
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook

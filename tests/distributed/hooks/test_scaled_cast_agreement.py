@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradwire.algorithms import BucketScale, DelayedScaling, Step, scaled_cast_all_reduce
 from gradwire.comm import Transport, Workspace
+from gradwire.compress import BucketScale, DelayedScaling, Step, scaled_cast_all_reduce
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
 from gradwire.testing._many_ranks import run_in_lockstep
 from tests.support.bits import assert_same_on_all_ranks

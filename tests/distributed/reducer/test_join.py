@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradwire.algorithms import Step
 from gradwire.comm import LocalTransport, Workspace, run_algorithm
+from gradwire.compress import Step
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradwire.reducer import bucket as buckets
 from gradwire.reducer.bucket import BucketSpec, DenseBucket

@@ -275,7 +275,7 @@ def test_failed_exchange_raises_the_reason_on_its_replicas_and_every_later_backw
     model = sharded("replicate")
     gradwire.attach(model, QuantizationState(wire="int4", start_iter=0))
     backward(model, 0)
-    message = message_after_fault_on_rank_1(gradwire.algorithms.QuantizedBucket, "all_reduce", model)
+    message = message_after_fault_on_rank_1(gradwire.compress.QuantizedBucket, "all_reduce", model)
     assert "on one rank" in message
     assert "on one rank" in message_of(backward, model, 2)
 

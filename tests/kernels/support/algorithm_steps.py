@@ -5,7 +5,8 @@ Each function returns one of the step's number, whose result are the coroutines 
 
 import torch
 
-from gradwire.algorithms import (
+from gradwire.comm import Workspace
+from gradwire.compress import (
     BucketScale,
     DelayedScaling,
     LowRankBucket,
@@ -18,7 +19,6 @@ from gradwire.algorithms import (
     quantized_all_reduce,
     scaled_cast_all_reduce,
 )
-from gradwire.comm import Workspace
 
 STEPS = range(14, 19)  # a multiple of 16 among them
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ The paper's code, like PyTorch's, keeps E = M - P Q^T of the mean Q. The mean of
 results depend, is the same: the ranks' Q_own add up to Q. But there, each rank's E also adds up the difference of its
 gradient from the mean, in every step, and grows as sqrt(steps); here it stays of the size of what rank r leaves out.
 
-Factors may also take two-shot all-reduces, which quantize them: `algorithms.quantization`. P and Q are then the
+Factors may also take two-shot all-reduces, which quantize them: `compress.quantization`. P and Q are then the
 factors as received, from the same bytes on every rank, and Q_own is what this rank's codes add to Q. So E includes the
 loss of quantization, which needs no error memory of its own.
 
@@ -31,12 +31,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gradwire.algorithms.memory import BucketMemory, MemoryByName, error_like, names_or_numbers
-from gradwire.algorithms.policy import MatrixShape
-from gradwire.algorithms.quantization import FACTOR_BLOCK_SIZE, QuantizedFactors, QuantizedStep, two_shot_all_reduce
-from gradwire.algorithms.step import Step, is_in_place, set_counter
 from gradwire.comm.executor import Workspace
 from gradwire.comm.transport import Transport
+from gradwire.compress.memory import BucketMemory, MemoryByName, error_like, names_or_numbers
+from gradwire.compress.policy import MatrixShape
+from gradwire.compress.quantization import FACTOR_BLOCK_SIZE, QuantizedFactors, QuantizedStep, two_shot_all_reduce
+from gradwire.compress.step import Step, is_in_place, set_counter
 from gradwire.kernels import (
     ALIGN_NUMEL,
     FactorLayout,
@@ -70,7 +70,7 @@ async def powersgd_all_reduce(step: Step, *, warm_start: bool = True) -> None:
 
         >>> import torch
         >>> from gradwire.comm import LocalTransport, Workspace, run_algorithm
-        >>> from gradwire.algorithms import LowRankBucket, LowRankPolicy, Step, powersgd_all_reduce
+        >>> from gradwire.compress import LowRankBucket, LowRankPolicy, Step, powersgd_all_reduce
         >>> gradients = [torch.randn(256, 128), torch.randn(256)]
         >>> bucket = LowRankBucket(gradients, LowRankPolicy(rank=8).matrix_shapes(gradients))
         >>> transport, workspace = LocalTransport(), Workspace(torch.device("cpu"))

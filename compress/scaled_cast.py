@@ -21,9 +21,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradwire.algorithms._validation import check_choice, check_whole_number
-from gradwire.algorithms.step import Gradients, Step
 from gradwire.comm.transport import Transport
+from gradwire.compress._validation import check_choice, check_whole_number
+from gradwire.compress.step import Gradients, Step
 from gradwire.kernels import MAX_EXPONENT, bound_update_scale
 
 MAX_MARGIN = 12

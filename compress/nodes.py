@@ -1,6 +1,6 @@
 """Quantized all-reduce on nodes of several ranks: few bytes between nodes, full precision inside them.
 
-With G ranks on each of K nodes, and E and E2 as in `gradwire.algorithms.quantization`, but 1 / G as large:
+With G ranks on each of K nodes, and E and E2 as in `gradwire.compress.quantization`, but 1 / G as large:
 
     reduce-scatter inside the node: rank g gets its shard, 1 / G of the bucket, of the node's sum in fp32
     quantized all-reduce of the shard among the ranks g of all nodes, up to its codes
@@ -22,16 +22,16 @@ from math import prod
 import torch
 from torch import Tensor
 
-from gradwire.algorithms.memory import BucketMemory, names_or_numbers
-from gradwire.algorithms.quantization import (
+from gradwire.comm.transport import Transport
+from gradwire.compress.memory import BucketMemory, names_or_numbers
+from gradwire.compress.quantization import (
     Quantization,
     QuantizedBucket,
     earlier_errors,
     full_format,
     sections_by_format,
 )
-from gradwire.algorithms.step import Step
-from gradwire.comm.transport import Transport
+from gradwire.compress.step import Step
 from gradwire.kernels import MessageLayout, SegmentTable, WireFormat
 
 

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from gradwire.algorithms._validation import check_memory_shape
+from gradwire.compress._validation import check_memory_shape
 from gradwire.kernels import SegmentTable, compute_dtype
 
 Merge = Literal["sum", "mean", "same"]

@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _should_compress
 
-from gradwire.algorithms.policy import LowRankPolicy, MatrixShape
+from gradwire.compress.policy import LowRankPolicy, MatrixShape
 from gradwire.kernels import memory_order
 
 # Derandomized: a failure in one run is a failure in every run.

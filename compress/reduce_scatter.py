@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from gradwire.algorithms.quantization import Quantization
-from gradwire.algorithms.step import set_counter
 from gradwire.comm.executor import Executor, Task, Workspace
 from gradwire.comm.transport import Transport
+from gradwire.compress.quantization import Quantization
+from gradwire.compress.step import set_counter
 from gradwire.kernels import BlockTable, MessageLayout, Rounding, Section, WireFormat, bound_quantization, random_key
 
 

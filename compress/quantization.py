@@ -28,11 +28,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradwire.algorithms._validation import check_memory_shape
-from gradwire.algorithms.memory import BucketMemory, names_or_numbers
-from gradwire.algorithms.step import Step, repeatable, set_counter
 from gradwire.comm.rank_differences import out_of_step
 from gradwire.comm.transport import Transport
+from gradwire.compress._validation import check_memory_shape
+from gradwire.compress.memory import BucketMemory, names_or_numbers
+from gradwire.compress.step import Step, repeatable, set_counter
 from gradwire.kernels import (
     WIRE_FORMATS,
     BlockTable,
@@ -151,7 +151,7 @@ class Quantization:
         error_dtype: dtype of the error memories, torch.float32 or torch.bfloat16; None: no error feedback.
         seed: seed of the random numbers that round an error memory in bf16, equal on all ranks.
         local_size: number of consecutive ranks that share a node, a divisor of the world size; see
-            `gradwire.algorithms.nodes`. 1: the ranks are not on nodes, or their links inside a node do not matter.
+            `gradwire.compress.nodes`. 1: the ranks are not on nodes, or their links inside a node do not matter.
     """
 
     block_size: int = 64

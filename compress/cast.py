@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradwire.algorithms.step import Step, repeatable
 from gradwire.comm.transport import Transport
+from gradwire.compress.step import Step, repeatable
 
 
 @repeatable
