@@ -1,9 +1,9 @@
-"""`all_reduce`, `all_reduce_coalesced` and `reduce_scatter_tensor`: adapters to the hooks' algorithms."""
+"""`all_reduce`, `all_reduce_coalesced` and `reduce_scatter_tensor`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -12,16 +12,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from gradwire.collectives.call_site import AVG, CallSite, check_separate
+from gradwire.collectives.calls import Calls, calls_on
+from gradwire.collectives.compressors import Compressor, Layout
 from gradwire.collectives.memory import Entry, Memory
-from gradwire.collectives.places import AveragePlace, Calls, P, Place, ScatterPlace, calls_on, stateless_place
 from gradwire.comm import connections_of
 from gradwire.comm.connections import ADVICE, may_follow_from_peer
 from gradwire.comm.store_collectives import gather_json
 from gradwire.comm.torch_internals import default_group
 from gradwire.comm.transport import wait_for
-from gradwire.kernels import WIRE_FORMATS
 
-AVG, SUM = dist.ReduceOp.AVG, dist.ReduceOp.SUM
 CALL = "gradwire.collectives.resynchronize()"
 
 
@@ -29,35 +29,48 @@ class CompressedWork(dist.Work):
     """A collective in flight. On a GPU, `wait` lets the current stream wait; on a CPU, the caller.
 
     Args:
-        group: the ranks.
-        place: the place of its tensors.
+        calls: the calls on the process group, of which this is the latest.
+        compressor: that of the call.
         exchange: the future of the exchange.
-        finish: turns its value into the value of the collective's future: the tensors that it has written.
+        finish: returns the value of the collective's future, the tensors that it has written.
+
+    Attributes:
+        number: number of the call.
+        is_marked: whether another rank's messages have a mark, and this rank's have not. Known once the exchange is
+            done, on CPUs.
     """
 
+    is_marked = False
+
     def __init__(
-        self, group: dist.ProcessGroup, place: Place, exchange: Future[Any], finish: Callable[[Any], list[Tensor]]
+        self, calls: Calls, compressor: Compressor, exchange: Future[Any], finish: Callable[[], list[Tensor]]
     ) -> None:
         super().__init__()
-        self._connections, self._place, self._exchange = connections_of(group), place, exchange
-        self._future = exchange.then(lambda done: finish(done.value()))
-        self._calls = calls_on(self._connections)
-        self._number = self._calls.count
+        self._calls, self._compressor, self._exchange = calls, compressor, exchange
+        self._connections, self.number = connections_of(compressor.group), calls.count
+
+        def finished(done: Future[Any]) -> list[Tensor]:
+            self.is_marked = calls.end(self.number)
+            done.value()  # raises the error of the exchange
+            return finish()
+
+        self._future = exchange.then(finished)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the result is there. Raises the error of the exchange; ``timeout`` is the process group's."""
-        connections = self._connections
+        connections, compressor = self._connections, self._compressor
         try:
-            wait_for(self._exchange, lambda: self._calls.check(connections, self._number))
+            wait_for(self._exchange, connections.check_peers)
         except RuntimeError as error:
             elsewhere = connections.failure_elsewhere(wait=may_follow_from_peer(error))
-            connections.fail(elsewhere or f"A collective failed on rank {dist.get_rank()}: {error}")
+            rank, call = dist.get_rank(), f"Call {self.number} of gradwire.collectives, {compressor.site},"
+            connections.fail(elsewhere or f"{call} failed on rank {rank}: {error}")
             if elsewhere is None or elsewhere in str(error):
                 raise
             raise RuntimeError(f"{elsewhere}\n{ADVICE}") from error
         self._future.wait()
-        if self._place.in_flight is self._exchange:
-            self._place.in_flight = None  # it holds the tensors
+        if compressor.in_flight is self._exchange:
+            compressor.in_flight = None  # it holds the tensors
         return True
 
     def is_completed(self) -> bool:
@@ -81,7 +94,8 @@ def all_reduce(
     """Replace ``tensor`` by its mean or sum over the ranks, sent in a wire format. A collective call.
 
     Sums are taken in fp32; the result has the same bits on all ranks. It is the two-shot all-reduce of
-    `quantization_hook`, and for "bf16" that of `bf16_compress_hook` with ``accumulate="fp32"``.
+    `quantization_hook`; "bf16" is that of `bf16_compress_hook` with ``accumulate="fp32"``, "fp16" that of
+    `scaled_cast_hook`, and "fp32" a plain all-reduce in the tensor's dtype.
 
     Args:
         tensor: dense, floating point, in any layout without overlaps. Overwritten.
@@ -92,13 +106,15 @@ def all_reduce(
         memory: an entry of a `Memory`, which keeps what the format loses for the next call; None: it is lost.
 
     Returns:
-        With ``async_op``, a handle; until its ``wait()`` returns, ``tensor`` must not be used.
+        With ``async_op``, a handle; until its ``wait()`` returns, ``tensor`` must not be used. None on ranks that are
+        not in the group.
 
     Raises:
         TypeError: ``tensor`` is not a dense floating-point tensor, or ``memory`` is not an entry.
-        ValueError: the operation or the wire is unknown.
-        RuntimeError: the ranks pass different shapes, dtypes, wires or operations, or a rank has failed. Every rank
-            raises. Nothing is modified. After that, call `resynchronize`.
+        ValueError: the operation or the wire is unknown, or elements of the tensor share memory.
+        RuntimeError: the ranks make different calls (other shapes, strides, dtypes, wires, operations or entries, or a
+            rank has skipped one), or a rank has failed. Every rank raises; on GPUs, only a difference in the first call
+            with a tensor of this layout is found. Nothing is modified. After that, call `resynchronize`.
 
     Examples:
         >>> for parameter in model.parameters():
@@ -116,27 +132,42 @@ def all_reduce_coalesced(
     wire: str = "int8",
     memory: Entry | None = None,
 ) -> dist.Work | None:
-    """`all_reduce` of several tensors of one dtype and device in one message. The same arguments and errors."""
-    group = group or default_group()
-    if group.rank() < 0:
+    """`all_reduce` of several tensors of one dtype and device in one message. The same arguments and errors.
+
+    Two of the tensors must not share elements.
+    """
+    work = start_all_reduce(tensors, op, group, wire, memory)
+    return _result(work, async_op)
+
+
+def start_all_reduce(
+    tensors: Sequence[Tensor],
+    op: Any,
+    group: dist.ProcessGroup | None,
+    wire: str,
+    memory: Entry | None = None,
+    mark: bool = False,
+) -> CompressedWork | None:
+    """The handle of an `all_reduce_coalesced`, whose messages are marked; None outside of the group."""
+    if (group := _own_group(group)) is None:
         return None
-    with _leaving_on_error(group, "all_reduce"):
-        calls = _begin(group, op, tensors)
-        tensors = [tensor.detach() for tensor in tensors]
-        place = _place(AveragePlace, tensors, wire, group, calls, memory)
+    with _leaving_on_error(group, "all_reduce") as calls:
+        site = _site("all_reduce", op, wire, tensors, memory)
+        check_separate(tensors)
+        compressor = _compressor(site, group, calls, memory)
+        written = [tensor.detach() for tensor in tensors]
+        dense = list(written)
+        for i in {*compressor.gaps, *(i for i, tensor in enumerate(written) if tensor.is_inference())}:
+            dense[i] = _dense_copy(written[i], compressor.layouts[i])
         with torch.no_grad():
-            future = place.start(tensors)
+            future = compressor.start(dense, calls.begin(site, mark), calls.room)  # type: ignore[attr-defined]
         connections_of(group).finish()
-    size = group.size()
 
-    def finish(result: Tensor) -> list[Tensor]:
-        with torch.no_grad():
-            place.finish(tensors, result)
-            if op == SUM:
-                torch._foreach_mul_(tensors, size)
-        return tensors
+    def finish() -> list[Tensor]:
+        _copy_back(written, dense)
+        return written
 
-    return _result(CompressedWork(group, place, future, finish), async_op)
+    return CompressedWork(calls, compressor, future, finish)
 
 
 def reduce_scatter_tensor(
@@ -155,28 +186,48 @@ def reduce_scatter_tensor(
     it is not rounded again. It is the reduce-scatter of `gradwire.attach` with ``within``.
 
     Args:
-        output: dense, floating point, contiguous. Overwritten.
+        output: dense, floating point, contiguous. Overwritten. May be this rank's part of ``input``.
         input: contiguous, of the dtype of ``output``, with as many elements for each rank. Not modified.
         op, group, async_op, wire, memory: as in `all_reduce`.
 
     Raises:
         TypeError, ValueError, RuntimeError: as in `all_reduce`; also if the sizes do not fit.
     """
-    group = group or default_group()
-    if group.rank() < 0:
+    work = start_reduce_scatter_tensor(output, input, op, group, wire, memory)
+    return _result(work, async_op)
+
+
+def start_reduce_scatter_tensor(
+    output: Tensor,
+    input: Tensor,
+    op: Any,
+    group: dist.ProcessGroup | None,
+    wire: str,
+    memory: Entry | None = None,
+    mark: bool = False,
+) -> CompressedWork | None:
+    """The handle of a `reduce_scatter_tensor`, whose messages are marked; None outside of the group."""
+    if (group := _own_group(group)) is None:
         return None
-    with _leaving_on_error(group, "reduce_scatter_tensor"):
-        calls = _begin(group, op, [output, input])
+    with _leaving_on_error(group, "reduce_scatter_tensor") as calls:
+        _site("reduce_scatter_tensor", op, wire, [output, input], None)  # raises
         if not (output.is_contiguous() and input.is_contiguous()) or input.numel() != group.size() * output.numel():
             raise ValueError(
                 f"input has {input.numel()} elements and output {output.numel()}; expected contiguous tensors, and "
                 f"{group.size()} times as many elements in input."
             )
-        target, source = output.detach().view(-1), input.detach().view(-1)
-        place = _place(ScatterPlace, [source], wire, group, calls, memory)
-        future = place.start(source, target, 1.0 if op == SUM else 1 / group.size())
+        source, written = input.detach().view(-1), output.detach().view(-1)
+        site = _site("reduce_scatter_tensor", op, wire, [source], memory)
+        compressor = _compressor(site, group, calls, memory)
+        target = _dense_copy(written, (written.shape, (1,))) if written.is_inference() else written
+        future = compressor.start(source, target, calls.begin(site, mark), calls.room)  # type: ignore[attr-defined]
         connections_of(group).finish()
-    return _result(CompressedWork(group, place, future, lambda _: [output]), async_op)
+
+    def finish() -> list[Tensor]:
+        _copy_back([written], [target])
+        return [output]
+
+    return CompressedWork(calls, compressor, future, finish)
 
 
 def resynchronize(group: dist.ProcessGroup | None = None, *memories: Memory) -> None:
@@ -184,75 +235,78 @@ def resynchronize(group: dist.ProcessGroup | None = None, *memories: Memory) -> 
 
     Discard the tensors of the failed step on every rank first. ``memories``, those that are used on the group, in the
     same order on every rank, keep their errors; what a finished call of the failed step has applied is not taken back.
+
+    Raises:
+        RuntimeError: a rank has exited, or does not make the call within the timeout of the process group.
     """
-    group = group or default_group()
+    if (group := _own_group(group)) is None:
+        return
     connections = connections_of(group)
     connections.fail(f"{CALL} was called")
     calls = calls_on(connections)
     mine = [connections.generation, calls.count, [memory.steps(group) for memory in memories]]
-    facts = gather_json(group, CALL, mine)
+    facts = gather_json(group, CALL, mine, connections.check_alive)
     connections.renew(1 + max(generation for generation, _, _ in facts))
     calls.restart(max(count for _, count, _ in facts))
     for memory, *steps in zip(memories, *(each for _, _, each in facts), strict=True):
         memory.restart(group, steps)
 
 
-def is_mean_or_sum(op: Any) -> bool:
-    """Whether an operation is AVG or SUM. A ``ReduceOp`` equals them, but they do not equal it."""
-    return any(op == known for known in (AVG, SUM))
+def _own_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The process group, by default the default one; None if this rank is not in it, as `dist.new_group` says."""
+    group = group or default_group()
+    return group if isinstance(group, dist.ProcessGroup) and group.rank() >= 0 else None
 
 
-def _begin(group: dist.ProcessGroup, op: Any, tensors: Sequence[Tensor]) -> Calls:
-    """Count a call, and check its arguments."""
-    calls = calls_on(connections_of(group))
-    calls.count += 1
-    if not is_mean_or_sum(op):
-        remedy = f" Pass wire={op!r}." if isinstance(op, str) and op in WIRE_FORMATS else ""
-        raise ValueError(f"op is {op!r}; expected ReduceOp.AVG or ReduceOp.SUM.{remedy}")
-    calls.op = "SUM" if op == SUM else "AVG"
-    if isinstance(tensors, Tensor):
-        raise TypeError("Got one tensor; expected a list of tensors. Call all_reduce for one tensor.")
-    if not tensors:
-        raise ValueError("There are no tensors to reduce.")
-    for tensor in tensors:
-        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or not tensor.is_floating_point():
-            found = f"{tensor.dtype}, {tensor.layout}" if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise TypeError(
-                f"Got {found}; expected dense floating-point tensors. Reduce others with torch.distributed."
-            )
-        if (tensor.dtype, tensor.device) != (tensors[0].dtype, tensors[0].device):
-            raise TypeError(
-                f"Tensors of {tensors[0].dtype} on {tensors[0].device} and of {tensor.dtype} on {tensor.device}; "
-                "expected one dtype and device. Make a call for each."
-            )
-    return calls
-
-
-def _place(
-    kind: type[P], tensors: Sequence[Tensor], wire: str, group: dist.ProcessGroup, calls: Calls, memory: Entry | None
-) -> P:
-    """The place of these tensors, with or without memory."""
+def _site(collective: str, op: Any, wire: str, tensors: Sequence[Tensor], memory: Entry | None) -> CallSite:
+    """The call site of a call, whose arguments are checked."""
     if memory is None:
-        return stateless_place(kind, tensors, wire, group, calls)
+        return CallSite.of(collective, op, wire, tensors)
     if not isinstance(memory, Entry):
         raise TypeError(f"memory is a {type(memory).__name__}; expected an entry of a Memory: memory['name'].")
-    return memory.place(kind, tensors, wire, group, calls)
+    if len(tensors) != len(memory.names):
+        raise ValueError(f"There are {len(tensors)} tensors and {len(memory.names)} names: {memory.names}.")
+    return CallSite.of(collective, op, wire, tensors, memory.names, memory.options)
+
+
+def _compressor(site: CallSite, group: dist.ProcessGroup, calls: Calls, memory: Entry | None) -> Compressor:
+    """The compressor of a call; a new call site is compared with the other ranks first."""
+    return calls.compressor(site, group) if memory is None else memory.compressor(site, group, calls)
+
+
+def _dense_copy(tensor: Tensor, layout: Layout) -> Tensor:
+    """A copy in a dense layout. It is no inference tensor: the executor's thread must be able to write into it."""
+    with torch.inference_mode(False):
+        return torch.empty_strided(*layout, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def _copy_back(written: Sequence[Tensor], reduced: Sequence[Tensor]) -> None:
+    """Copy the results that are in other tensors. In the current stream, until whose end their memory is kept."""
+    for tensor, result in zip(written, reduced, strict=True):
+        if tensor is not result:
+            with torch.inference_mode() if tensor.is_inference() else nullcontext(), torch.no_grad():
+                tensor.copy_(result)
+            if tensor.is_cuda:
+                for each in (tensor, result):
+                    each.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 @contextmanager
-def _leaving_on_error(group: dist.ProcessGroup, call: str) -> Iterator[None]:
-    """Let the other ranks raise, too, if this one cannot take part."""
+def _leaving_on_error(group: dist.ProcessGroup, call: str) -> Iterator[Calls]:
+    """Count a call, and let the other ranks raise, too, if this one cannot take part."""
     connections = connections_of(group)
     connections.check()
+    calls = calls_on(connections)
+    calls.count += 1
     try:
-        yield
+        yield calls
     except BaseException as error:
         connections.fail(f"{call} failed on rank {dist.get_rank()}: {error}")
         raise
 
 
-def _result(work: CompressedWork, async_op: bool) -> dist.Work | None:
-    if async_op:
+def _result(work: CompressedWork | None, async_op: bool) -> dist.Work | None:
+    if async_op or work is None:
         return work
     work.wait()
     return None

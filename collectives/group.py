@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.collectives.functions import AVG, SUM, all_reduce, is_mean_or_sum, reduce_scatter_tensor
-from gradwire.comm.torch_internals import default_group
+from gradwire.collectives.call_site import AVG, SUM, is_mean_or_sum
+from gradwire.collectives.functions import all_reduce, reduce_scatter_tensor
+from gradwire.comm.torch_internals import default_group, share_backends, stand_for
 from gradwire.compress._validation import check_choice, check_whole_number
 from gradwire.compress.policy import wire_name
 from gradwire.hooks._decorators import check_process_group
@@ -24,7 +25,7 @@ PASSED = (
     *("_allgather_base", "all_gather_single", "all_gather_single_coalesced", "all_to_all_single", "allgather"),
     *("allgather_coalesced", "allgather_into_tensor_coalesced", "allreduce_coalesced", "alltoall", "alltoall_base"),
     *("barrier", "broadcast", "gather", "monitored_barrier", "recv", "recv_anysource", "reduce", "reduce_scatter"),
-    *("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", "scatter", "send"),
+    *("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", "scatter", "send", "set_timeout"),
 )
 
 
@@ -33,6 +34,8 @@ Compress = Callable[..., dist.Work | None]
 
 class CompressedGroup(dist.ProcessGroup):
     """A process group of the ranks of another one, which compresses reductions and passes on all else.
+
+    It has the backends of the other group, but not their life: to destroy it leaves the other group as it is.
 
     Args:
         group: the plain process group.
@@ -48,14 +51,42 @@ class CompressedGroup(dist.ProcessGroup):
         self.group, self.compress = group, compress
         self.compressed: Counter[str] = Counter()
         self.passed: Counter[str] = Counter()
+        self._name = self._description = ""
+        share_backends(group, self)
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{name}: {nbytes:,} B" for name, nbytes in self.compressed.items()) or "nothing yet"
         return f"CompressedGroup(compressed: {counts})"
 
+    # What PyTorch asks a process group in C++. Without these methods, names would be set on the shared backends.
+
     def getBackendName(self) -> str:
         """Name of the backend, for PyTorch's messages."""
         return BACKEND
+
+    def getGroupName(self) -> str:
+        """The name under which functional collectives and device meshes find the group."""
+        return self._name
+
+    def setGroupName(self, name: str) -> None:
+        """Set the name: PyTorch does, once."""
+        self._name = name
+
+    def getGroupDesc(self) -> str:
+        """The description, for PyTorch's logs."""
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:
+        """Set the description."""
+        self._description = description
+
+    def shutdown(self) -> None:
+        """Do nothing: the backends are those of the plain group."""
+
+    def abort(self) -> None:
+        """Do nothing: the backends are those of the plain group."""
+
+    # Collectives.
 
     def allreduce(self, tensors: list[Tensor], options: Any = None) -> dist.Work:  # type: ignore[override]
         """The all-reduce of one tensor, compressed if ``compress`` does not pass it on."""
@@ -70,7 +101,7 @@ class CompressedGroup(dist.ProcessGroup):
 
     def _compressed(self, name: str, options: Any, *tensors: Tensor) -> dist.Work | None:
         work = self.compress(name, SUM if options is None else options.reduceOp, *tensors)
-        (self.passed if work is None else self.compressed)[name] += tensors[-1].nbytes
+        (self.passed if work is None else self.compressed)[name] += _nbytes(tensors[-1])
         return work
 
 
@@ -88,7 +119,7 @@ def _passed(name: str) -> Any:
 
 def _nbytes(value: Any) -> int:
     if isinstance(value, Tensor):
-        return value.nbytes
+        return _nbytes([value._indices(), value._values()]) if value.is_sparse else value.nbytes
     return sum(map(_nbytes, value)) if isinstance(value, list | tuple) else 0
 
 
@@ -141,9 +172,7 @@ def compressed_group(
     functions: dict[str, Compress] = {"all_reduce": all_reduce, "reduce_scatter_tensor": reduce_scatter_tensor}
 
     def compress(name: str, op: Any, *tensors: Tensor) -> dist.Work | None:
-        fits = tensors[-1].numel() >= min_numel and is_mean_or_sum(op)
-        fits = fits and all(each.is_floating_point() and each.layout == torch.strided for each in tensors)
-        if not fits or (name == "reduce_scatter_tensor" and not all(each.is_contiguous() for each in tensors)):
+        if not is_compressible(op, tensors, min_numel):
             return None
         return functions[name](*tensors, AVG if op == AVG else SUM, group, True, wire=wire)
 
@@ -151,4 +180,16 @@ def compressed_group(
     ranks = dist.get_process_group_ranks(group)
     made = dist.new_group(ranks, backend=BACKEND, use_local_synchronization=True)
     assert isinstance(made, CompressedGroup)
+    stand_for(group, made)
     return made
+
+
+def is_compressible(op: Any, tensors: Sequence[Tensor], min_numel: int) -> bool:
+    """Whether a collective's operation and tensors, of which the last one is sent, may be compressed."""
+    return (
+        is_mean_or_sum(op)
+        and tensors[-1].numel() >= min_numel
+        and all(each.layout == torch.strided and each.is_floating_point() for each in tensors)
+        and (len(tensors) == 1 or all(each.is_contiguous() for each in tensors))
+        and all(0 not in each.stride() for each in tensors)
+    )

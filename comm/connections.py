@@ -44,6 +44,7 @@ DESTROYED = (
     "hook state's process_group."
 )
 BACKWARD = "backward"  # the purpose of collectives of a backward that no executor runs; see `Connections.transport`
+ENDED = "ended/why"  # store key under which a rank tells that its connections have ended for good, and why
 NOTICE = "failure"  # store key under which a rank announces that it leaves, and why
 ADVICE = (
     "No more gradients are exchanged until all ranks are resynchronized. Do not apply the gradients of this step. "
@@ -80,6 +81,7 @@ class Connections:
         self._n_reducers = 0
         self._reducers: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()  # by number
         self._is_connecting = threading.Lock()
+        self._watches: list[Callable[[], None]] = []
 
     def _begin(self, store: Store) -> int:
         """Publish the name of this rank's node; returns the generation."""
@@ -213,15 +215,15 @@ class Connections:
         self._keys[key] = reducer
         self._requests.tell(lambda store: store.set(key, text))
 
-    def announced(self, reducer: int, place: str) -> str | None:
-        """The text that a rank has announced; None if none has."""
-        key = f"{self.generation}/{reducer}/{place}"
-        return self._requests.ask(lambda store: text_at(store, key))
+    def announced(self, reducer: int, place: str, wait: bool = False) -> str | None:
+        """The text that a rank has announced; None if none has. With ``wait``, it has a moment to arrive."""
+        return self._read(f"{self.generation}/{reducer}/{place}", wait)
 
     def failure_elsewhere(self, wait: bool = False) -> str | None:
         """Why another rank has left; None if none has. With ``wait``, its notice has a moment to arrive."""
-        key = f"{self.generation}/{NOTICE}"
+        return self._read(f"{self.generation}/{NOTICE}", wait)
 
+    def _read(self, key: str, wait: bool) -> str | None:
         def look(store: Store) -> str | None:
             if wait:
                 with suppress(RuntimeError):
@@ -230,10 +232,21 @@ class Connections:
 
         return self._requests.ask(look)
 
+    def watch(self, check: Callable[[], None]) -> None:
+        """Call ``check`` in every `check_peers` from now on; it may raise RuntimeError, too."""
+        self._watches.append(check)
+
     def check_peers(self) -> None:
         """Raise RuntimeError if another rank has left."""
+        for check in self._watches:
+            check()
         if (reason := self.failure_elsewhere()) is not None:
             raise RuntimeError(f"{reason}\n{ADVICE}")
+
+    def check_alive(self) -> None:
+        """Raise RuntimeError if a rank has exited, or has destroyed the process group: a restart would wait for it."""
+        if (reason := self._read(ENDED, wait=False)) is not None:
+            raise RuntimeError(f"{reason} The ranks cannot start again without it. Restart the job from a checkpoint.")
 
     def fail(self, reason: str) -> None:
         """Leave, abandoning everything in flight: every exchange raises from now on, soon also on the other ranks.
@@ -246,11 +259,12 @@ class Connections:
             self.renew(self.generation + 1)
         else:
             self.failure = reason
-            self._post(reason, self.generation)
+            self.post(reason)
             self._abandon()
 
-    def _post(self, reason: str, generation: int) -> None:
-        key = f"{generation}/{NOTICE}"
+    def post(self, reason: str, generation: int | None = None) -> None:
+        """Tell the other ranks why this one leaves, unless another one has told it before."""
+        key = f"{self.generation if generation is None else generation}/{NOTICE}"
 
         def post(store: Store) -> None:
             if not store.check([key]):
@@ -263,7 +277,7 @@ class Connections:
 
         An abandoned executor may call it after `renew`.
         """
-        self._post(f"A gradient exchange failed on rank {self._rank}: {error}", generation)
+        self.post(f"A gradient exchange failed on rank {self._rank}: {error}", generation)
 
     def renew(self, generation: int) -> None:
         """Start again with connections of a new generation, on which all ranks have agreed."""
@@ -279,7 +293,9 @@ class Connections:
         """End the connections: the process group was destroyed, or the interpreter exits."""
         self.failure = DESTROYED
         if not self._requests.is_stuck:
-            self._post(_why_it_ends(self._rank), self.generation)
+            reason = _why_it_ends(self._rank)
+            self._requests.tell(lambda store: store.set(ENDED, reason))
+            self.post(reason)
         for transport in self._transports.values():
             transport.close()
         for executor in self._executors.values():
@@ -292,7 +308,7 @@ class Connections:
     def forget(self) -> None:
         """Delete the keys: the process group was destroyed. Its last rank deletes those that others may still read."""
         own, n_ranks = [*self._keys], self.group.size()
-        shared = [*self._counters, *self._node_keys, f"{self.generation}/{NOTICE}"]
+        shared = [*self._counters, *self._node_keys, f"{self.generation}/{NOTICE}", ENDED]
 
         def delete(store: Store) -> None:
             delete_keys(store, own)

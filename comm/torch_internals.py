@@ -61,6 +61,7 @@ with private_names():
         dist.ProcessGroup._allgather_base,
         dist.ProcessGroup._device_types,
         dist.ProcessGroup._get_backend,
+        dist.ProcessGroup._register_backend,
         dist.ProcessGroup.alltoall_base,
         torch._foreach_norm,
         torch.cuda._exchange_device,
@@ -68,6 +69,7 @@ with private_names():
         torch.nn.Module().__dict__["_modules"],
         Tensor._indices,
         Tensor._values,
+        world.pg_group_ranks,
         world.pg_map,
     )
     if GlooGroup is not dist.ProcessGroup:
@@ -96,6 +98,20 @@ class EndCallback:
         if not self.is_queued:
             self._callback = weakref.ref(callback)
             queue_callback(callback)
+
+
+def share_backends(group: dist.ProcessGroup, other: dist.ProcessGroup) -> None:
+    """Give ``other``, which was written in Python, the backends of ``group``."""
+    kinds = dist.ProcessGroup.BackendType
+    for device in group._device_types:
+        backend = group._get_backend(device)
+        other._register_backend(device, getattr(kinds, backend.name().upper(), kinds.CUSTOM), backend)
+
+
+def stand_for(group: dist.ProcessGroup, other: dist.ProcessGroup) -> None:
+    """Let ``dist`` say of ``other``, a registered group of the same ranks, what it says of ``group``."""
+    world.pg_map[other] = world.pg_map[group][0], world.pg_map[other][1]
+    world.pg_group_ranks[other] = dict(world.pg_group_ranks[group])
 
 
 def default_group() -> dist.ProcessGroup:
@@ -199,14 +215,23 @@ def all_reduce(tensor: Tensor, op: Any, group: dist.ProcessGroup, *, is_async: b
 
 
 def all_to_all(
-    received: Tensor, sent: Tensor, group: dist.ProcessGroup, *, is_async: bool, splits: Sequence[int] = ()
+    received: Tensor,
+    sent: Tensor,
+    group: dist.ProcessGroup,
+    *,
+    is_async: bool,
+    splits: Sequence[int] = (),
+    received_splits: Sequence[int] | None = None,
 ) -> dist.Work | None:
     """Launch the exchange of the first dimension's parts: part i of ``sent`` goes to rank i and is received from it.
 
-    Both tensors are contiguous. ``splits`` are the sizes of the parts, by rank; by default, they are equal. If not
-    ``is_async``, NCCL uses the current stream, and the result may be None.
+    Both tensors are contiguous. ``splits`` are the sizes of the parts, by rank; by default, they are equal.
+    ``received_splits`` are those of ``received``, by default the same. On gloo, they may be larger than what arrives,
+    except for this rank's own part. If not ``is_async``, NCCL uses the current stream, and the result may be None.
     """
-    return group.alltoall_base(received, sent, list(splits), list(splits), _options("AllToAllOptions", is_async))
+    received_splits = splits if received_splits is None else received_splits
+    options = _options("AllToAllOptions", is_async)
+    return group.alltoall_base(received, sent, list(received_splits), list(splits), options)
 
 
 def all_gather(gathered: Tensor, own: Tensor, group: dist.ProcessGroup, *, is_async: bool) -> dist.Work | None:

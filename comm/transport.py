@@ -193,7 +193,46 @@ class Shot(Collective):
 
 
 class AllToAll(Shot):
-    """The first shot, of a source [pieces, n, bytes]."""
+    """The first shot, of a source [pieces, n, bytes].
+
+    Attributes:
+        room: bytes that a cell may have in an exchange of another kind, which a peer has begun by mistake; 0 if that
+            cannot happen. gloo aborts the process if a message is larger than expected. With room for it, the message
+            arrives, and its header tells the algorithm what it is.
+    """
+
+    def __init__(self, target: Tensor, source: Tensor, payload_bytes: int, rank: int, room: int) -> None:
+        super().__init__(target, source, payload_bytes)
+        self._rank = rank  # this one, in the group
+        self.room = room
+        self._arrived: list[list[Tensor]] = []  # with room: the cells of each piece
+
+    def __await__(self) -> Generator[Collective, None, None]:
+        return self._with_room() if self._needs_room else super().__await__()
+
+    @property
+    def _needs_room(self) -> bool:
+        """Whether an exchange of another kind has larger cells, or cells for ranks to which this one sends none."""
+        return self.room > (self.source.shape[2] if self.part is None else 0)
+
+    def _with_room(self) -> Generator[Collective, None, None]:
+        yield self
+        for piece, cells in zip(self.target, self._arrived, strict=True):
+            for cell, arrived in zip(piece, cells, strict=True):
+                cell.copy_(arrived[: len(cell)])
+        self._arrived = []
+
+    def _launch(self, target: Tensor, source: Tensor, group: dist.ProcessGroup, is_async: bool) -> dist.Work | None:
+        if not self._needs_room:
+            return super()._launch(target, source, group, is_async)
+        is_peer = [1] * group.size() if self.part is None else self.part.splits
+        sent = [source.shape[1] * each for each in is_peer]
+        received = [max(self.room, source.shape[1])] * group.size()  # also from ranks that should send nothing
+        received[self._rank] = sent[self._rank]
+        arrived = target.new_empty(sum(received))
+        cells = zip(arrived.split(received), is_peer, strict=True)
+        self._arrived.append([cell for cell, sends in cells if sends])
+        return all_to_all(arrived, source.view(-1), group, is_async=is_async, splits=sent, received_splits=received)
 
 
 class AllGather(Shot):
@@ -222,7 +261,10 @@ class Transport:
         n_created: number of collectives created so far, awaited or not.
         local_size: number of ranks on each node, if nodes have equally many and consecutive ones; else 1.
         round_trip: seconds of a round trip between the two ranks that are farthest apart; 0 if it is not known.
+        room: bytes of the largest cell of all exchanges that a peer may begin by mistake; see `AllToAll`.
     """
+
+    room = 0
 
     def __init__(self, world_size: int, rank: int = 0) -> None:
         self.world_size = world_size
@@ -256,7 +298,8 @@ class Transport:
         """
         _check_pieces("sent", sent, (None, self.world_size, None))
         _check_pieces("received", received, sent.shape)
-        return self._created(AllToAll(received, sent, received.nbytes // 2))  # the other half is the second shot's
+        half = received.nbytes // 2  # the other half is the second shot's
+        return self._created(AllToAll(received, sent, half, self._group_rank, self.room))
 
     def all_gather(self, gathered: Tensor, own: Tensor) -> Collective:
         """Return the collective that sets ``gathered[p, i]`` to ``own[p]`` of rank i; await it.
@@ -271,6 +314,11 @@ class Transport:
         _check_pieces("own", own, (None, None))
         _check_pieces("gathered", gathered, (own.shape[0], self.world_size, own.shape[1]))
         return self._created(AllGather(gathered, own, gathered.nbytes - gathered.nbytes // 2))
+
+    @property
+    def _group_rank(self) -> int:
+        """The number of this process in the process group."""
+        return self.rank
 
     def _created(self, shot: Shot) -> Shot:
         self.n_created += 1
@@ -288,6 +336,9 @@ class Transport:
     def pieces(self, nbytes: int) -> int:
         """Number of pieces into which to cut a message of ``nbytes``, all cells together; equal on all ranks."""
         return 1
+
+    def make_room(self, nbytes: int) -> None:
+        """Expect cells of up to ``nbytes`` from ranks that make another exchange; see `AllToAll`."""
 
     def run(self, collective: Collective) -> None:
         """Run a collective in the current stream of its tensors."""
@@ -347,6 +398,9 @@ class GroupTransport(Transport):
         # PyTorch does not know gradwire's own groups, which are gloo's.
         is_gloo = isinstance(self.group, OwnGroup) or dist.get_backend(self.group) == "gloo"
         return pieces_on_gloo(nbytes, self.world_size, self.round_trip) if is_gloo else 1
+
+    def make_room(self, nbytes: int) -> None:  # noqa: D102
+        self.room = nbytes if isinstance(self._group, OwnGroup) else 0
 
     def run(self, collective: Collective) -> None:
         """Run a collective in the current stream of its CUDA tensors."""
@@ -411,6 +465,15 @@ class PartialTransport(Transport):
 
     def all_reduce_max(self, tensor: Tensor) -> Collective:  # noqa: D102
         return self.all_reduce(tensor)
+
+    @property
+    def room(self) -> int:  # type: ignore[override]
+        """That of the whole transport."""
+        return self._whole.room
+
+    @property
+    def _group_rank(self) -> int:
+        return self._whole.rank
 
     def pieces(self, nbytes: int) -> int:  # noqa: D102
         whole = self._whole

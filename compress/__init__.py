@@ -16,4 +16,4 @@ from gradwire.compress.powersgd import (
 from gradwire.compress.quantization import Quantization, QuantizedBucket, quantized_all_reduce
 from gradwire.compress.reduce_scatter import ScatterBucket, quantized_reduce_scatter, start_reduce_scatter
 from gradwire.compress.scaled_cast import BucketScale, DelayedScaling, scaled_cast_all_reduce
-from gradwire.compress.step import Gradients, Step, is_repeatable, repeatable
+from gradwire.compress.step import NOT_CARRIED, UNKNOWN, Gradients, Stamp, Step, is_repeatable, repeatable

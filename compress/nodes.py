@@ -49,23 +49,25 @@ async def quantized_all_reduce_on_nodes(step: Step) -> None:
     sums, buffers = buffers[: len(bucket.members)], buffers[len(bucket.members) :]
     message, received = message.view(shape), received.view(shape)
     gathered = gathered.view(bucket.message_layout.message_shape)
-    if bucket.inherited is not None:
-        await bucket.hand_over(bucket.inherited)
     # Reduce-scatter inside the node, in the gradients' dtype with sums in fp32. It loses nothing, so it needs no error
     # memory.
     kernels = shard.kernels
     for members, section in zip(bucket.members, bucket.inside.sections, strict=True):
         if section.table.n_blocks > 0:
             kernels.quantize([source[i] for i in members], section, message, 1.0, None, None, None)
+    step.stamp.write(message)
     await bucket.within.all_to_all(received, message)
+    step.stamp.check(received, bucket.within.ranks)
     for total, section in zip(sums, bucket.inside.sections, strict=True):
         if section.table.n_blocks > 0:
             kernels.sum_quantized(received, section, total, bucket.within.rank)
     # Between nodes, up to the codes.
+    if bucket.inherited is not None:
+        await bucket.hand_over(bucket.inherited)
     tensors = shard.start_step(sums, sums, step.iteration, buffers)
-    tensors.quantize(1 / step.transport.world_size, step.n_passes)
+    tensors.quantize(step.factor, step.stamp)
     await bucket.between.all_to_all(tensors.received, tensors.message)
-    tensors.reduce(bucket.between, step.n_passes)
+    tensors.reduce(bucket.between, step.stamp)
     await bucket.between.all_gather(tensors.message, tensors.result)
     # All-gather inside the node.
     await bucket.within.all_gather(gathered.view(1, bucket.within.world_size, -1), tensors.message.view(1, -1))

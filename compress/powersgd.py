@@ -147,7 +147,7 @@ Message = Sequence[Tensor] | QuantizedStep
 async def exchange(message: Message, step: Step) -> None:
     """Replace factors, and the gradients that are sent with them, by their sums over all ranks."""
     if isinstance(message, QuantizedStep):
-        await two_shot_all_reduce(message, step.transport, n_passes=step.n_passes)
+        await two_shot_all_reduce(message, step.transport, 1.0, step.stamp)
     else:
         await step.transport.all_reduce(*message)
 

@@ -28,11 +28,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradwire.comm.rank_differences import out_of_step
 from gradwire.comm.transport import Transport
 from gradwire.compress._validation import check_memory_shape
 from gradwire.compress.memory import BucketMemory, names_or_numbers
-from gradwire.compress.step import Step, repeatable, set_counter
+from gradwire.compress.step import Stamp, Step, repeatable, set_counter
 from gradwire.kernels import (
     WIRE_FORMATS,
     BlockTable,
@@ -67,21 +66,21 @@ async def quantized_all_reduce(step: Step) -> None:
     """
     bucket, transport = step.memory, step.transport
     tensors = bucket.start_step(step.gradients, step.results, step.iteration, step.workspace.wires(*bucket.wires))
-    await two_shot_all_reduce(tensors, transport, 1 / transport.world_size, step.n_passes)
+    await two_shot_all_reduce(tensors, transport, step.factor, step.stamp)
     # Errors change last: only the gathered message tells whether a gradient was inf or NaN on any rank.
     if tensors.pending is not None:
         tensors.kernels.commit_errors(tensors.message, tensors.pending, bucket.errors)
 
 
-async def two_shot_all_reduce(step: QuantizedStep, transport: Transport, scale: float = 1.0, n_passes: int = 0) -> None:
+async def two_shot_all_reduce(step: QuantizedStep, transport: Transport, scale: float, stamp: Stamp) -> None:
     """Write ``scale`` times the sums of the sources over all ranks into the targets. The next errors are pending."""
     # First shot (DoubleSqueeze, algorithm 1, worker). E joins before quantization, so the residual of earlier steps is
     # sent again. A rank sends each shard only to the rank that sums it: (n - 1) / n of one message (ZeRO++, 3.3).
-    step.quantize(scale, n_passes)
+    step.quantize(scale, stamp)
     await transport.all_to_all(step.received, step.message)
     # Second shot (algorithm 1, server; here every rank serves one shard). The sum is in rank order, not in order of
     # arrival, which would change its last bits. Quantizing it again has a residual of its own, E2.
-    step.reduce(transport, n_passes)
+    step.reduce(transport, stamp)
     await transport.all_gather(step.message, step.result)
     # A rank decodes its own shard from the message, too: its fp32 sum is more precise than the others' copies.
     step.dequantize()
@@ -111,7 +110,7 @@ class QuantizedStep(NamedTuple):
     first_rounding: Rounding
     second_rounding: Rounding
 
-    def quantize(self, scale: float, n_passes: int) -> None:
+    def quantize(self, scale: float, stamp: Stamp) -> None:
         """Write ``scale`` times the sources into ``message``, quantized."""
         kernels, message = self.kernels, self.message
         cleared: Tensor | None = self.result
@@ -119,18 +118,12 @@ class QuantizedStep(NamedTuple):
             errors, pending = part.errors, part.pending
             kernels.quantize(part.source, part.section, message, scale, errors, pending, self.first_rounding, cleared)
             cleared = None  # no non-finite sum so far
-        if n_passes >= 0:
-            message.view(torch.int32)[..., 1] = n_passes  # in the headers of all cells
+        stamp.write(message)
 
-    def reduce(self, transport: Transport, n_passes: int) -> None:
-        """Write the sums of ``received`` into ``result``, quantized; RuntimeError if ranks are in other forwards."""
+    def reduce(self, transport: Transport, stamp: Stamp) -> None:
+        """Write the sums of ``received`` into ``result``, quantized; RuntimeError if ranks are in different steps."""
         received = self.received
-        if n_passes > 0:
-            passes = received[0].view(torch.int32)[:, 1].tolist()
-            if passes.count(n_passes) < len(passes):
-                by_rank = dict(zip(transport.ranks, passes, strict=True))
-                if (problem := out_of_step([by_rank.get(rank, 0) for rank in range(1 + max(by_rank))])) is not None:
-                    raise RuntimeError(problem)
+        stamp.check(received, transport.ranks)
         rank, rounding = transport.rank, self.second_rounding
         for part in self.sections:
             errors, pending = part.shard_errors, part.shard_pending

@@ -27,7 +27,7 @@ from torch.futures import Future
 from gradwire.comm.executor import Executor, Task, Workspace
 from gradwire.comm.transport import Transport
 from gradwire.compress.quantization import Quantization
-from gradwire.compress.step import set_counter
+from gradwire.compress.step import NOT_CARRIED, Stamp, set_counter
 from gradwire.kernels import BlockTable, MessageLayout, Rounding, Section, WireFormat, bound_quantization, random_key
 
 
@@ -39,6 +39,7 @@ async def quantized_reduce_scatter(
     iteration: int,
     transport: Transport,
     workspace: Workspace,
+    stamp: Stamp = NOT_CARRIED,
 ) -> None:
     """Write this rank's shard of ``scale`` times the sum of ``gradients`` over all ranks into ``output``, a 1-D shard.
 
@@ -46,6 +47,10 @@ async def quantized_reduce_scatter(
         bucket: wire formats and error memory, built for this transport. Its errors are modified.
         gradients: 1-D, real, n shards one after the other. Not modified.
         iteration: number of the step, equal on all ranks.
+        stamp: the number that messages carry.
+
+    Raises:
+        RuntimeError: the messages of other ranks have another stamp.
     """
     layout, errors = bucket.message_layout, bucket.errors
     message, received, *sums = workspace.wires(*bucket.wires)
@@ -60,7 +65,9 @@ async def quantized_reduce_scatter(
             bucket.kernels.quantize(tensors, section, message, 1.0, kept, after, rounding)
     if errors is not None:
         bucket.raise_flag(message)
+    stamp.write(message)
     await transport.all_to_all(received, message)
+    stamp.check(received, transport.ranks)
     for total, section in zip(sums, layout.sections, strict=True):
         if section.table.n_blocks > 0:
             bucket.kernels.sum_quantized(received, section, total, transport.rank)
@@ -70,14 +77,20 @@ async def quantized_reduce_scatter(
 
 
 def start_reduce_scatter(
-    bucket: ScatterBucket, gradients: Tensor, output: Tensor, scale: float, iteration: int, executor: Executor
+    bucket: ScatterBucket,
+    gradients: Tensor,
+    output: Tensor,
+    scale: float,
+    iteration: int,
+    executor: Executor,
+    stamp: Stamp = NOT_CARRIED,
 ) -> Future[Any]:
     """Submit `quantized_reduce_scatter` to an executor. Returns the future of ``output``."""
     transport = executor.transport
     return executor.submit(
         Task(
             lambda workspace: quantized_reduce_scatter(
-                bucket, gradients, output, scale, iteration, transport, workspace
+                bucket, gradients, output, scale, iteration, transport, workspace, stamp
             ),
             "gradwire::reduce-scatter",
             output,

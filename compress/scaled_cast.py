@@ -88,7 +88,7 @@ async def scaled_cast_all_reduce(
     source, transport = step.source, step.transport
     if scale.transport is not transport:  # the first step: ranks may remember different exponents
         await _agree(source, scale, transport)
-        _update(scaling, scale, counters, False, transport)
+        _update(scaling, scale, counters, False, step)
     wire = step.workspace.wire(source.table.numel, scaling.dtype)
     # Dividing by n before the cast, and clamping each contribution, keeps every partial sum in range.
     limit = scaling.limit(transport.world_size)
@@ -96,7 +96,7 @@ async def scaled_cast_all_reduce(
     await transport.all_reduce(wire)
     # The next scale depends on the result only, which has the same bits on all ranks: so no message is needed.
     step.target.unflatten(wire, scale=scale.scales[1], absmax=scale.absmax)
-    _update(scaling, scale, counters, is_last, transport)
+    _update(scaling, scale, counters, is_last, step)
 
 
 async def _agree(source: Gradients, scale: BucketScale, transport: Transport) -> None:
@@ -119,9 +119,9 @@ async def _agree(source: Gradients, scale: BucketScale, transport: Transport) ->
     scale.transport = transport
 
 
-def _update(scaling: DelayedScaling, scale: BucketScale, counters: Tensor, is_last: bool, transport: Transport) -> None:
+def _update(scaling: DelayedScaling, scale: BucketScale, counters: Tensor, is_last: bool, step: Step) -> None:
     """Choose the next scale from ``scale.absmax``."""
-    limit = scaling.limit(transport.world_size)
+    limit = scaling.limit(step.transport.world_size)
     scale.update(
         scale.exponent,
         scale.scales,
@@ -131,6 +131,6 @@ def _update(scaling: DelayedScaling, scale: BucketScale, counters: Tensor, is_la
         margin=scaling.margin,
         growth=scaling.growth,
         backoff=scaling.backoff,
-        inverse_world=1 / transport.world_size,
+        inverse_world=step.factor,
         is_last=is_last,
     )

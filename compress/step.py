@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
 from gradwire.comm.executor import Workspace
@@ -74,6 +75,35 @@ def is_repeatable(algorithm: Callable[..., Any]) -> bool:
     return getattr(getattr(algorithm, "func", algorithm), "is_repeatable", False)
 
 
+class Stamp(NamedTuple):
+    """A number that the headers of a step's messages carry, so that the ranks can compare it.
+
+    Attributes:
+        number: positive; 0: it is not known; negative: messages do not carry it.
+        explain: takes the numbers by rank if they are not all equal, and returns the error, or None if they may differ.
+    """
+
+    number: int = 0
+    explain: Callable[[Mapping[int, int]], str | None] = lambda _: None
+
+    def write(self, message: Tensor) -> None:
+        """Write the number into the headers of all cells of a message: uint8, [..., cell bytes]."""
+        if self.number >= 0:
+            message.view(torch.int32)[..., 1] = self.number
+
+    def check(self, received: Tensor, ranks: Sequence[int]) -> None:
+        """Raise RuntimeError if the messages of these ranks, uint8 [pieces, n, cell bytes], are of another step."""
+        if self.number > 0:
+            numbers = received[0].view(torch.int32)[:, 1].tolist()
+            is_equal = numbers.count(self.number) == len(numbers)
+            if not is_equal and (problem := self.explain(dict(zip(ranks, numbers, strict=True)))) is not None:
+                raise RuntimeError(problem)
+
+
+UNKNOWN = Stamp(0)
+NOT_CARRIED = Stamp(-1)
+
+
 @dataclass(eq=False)
 class Step:
     """A bucket in one step, as an algorithm gets it.
@@ -87,8 +117,8 @@ class Step:
             rank must await the same ones in the same order.
         workspace: provides wire buffers.
         names: parameter names.
-        n_passes: number of forward passes of the model so far, which messages with a header carry, so that the ranks
-            can compare it; 0 if it is not known, -1 if messages do not carry it.
+        stamp: the number that messages with a header carry.
+        scale: multiplies the sum over the ranks; 0: by 1 / world size, for the mean.
     """
 
     source: Gradients
@@ -98,7 +128,8 @@ class Step:
     transport: Transport
     workspace: Workspace
     names: tuple[str, ...] = ()
-    n_passes: int = 0
+    stamp: Stamp = UNKNOWN
+    scale: float = 0.0
 
     @classmethod
     def of(
@@ -117,6 +148,11 @@ class Step:
         if results is not gradients:
             table.check_tensors(results)
         return cls(Gradients(gradients, table), Gradients(results, table), memory, iteration, transport, workspace)
+
+    @property
+    def factor(self) -> float:
+        """The number by which the sum over the ranks is multiplied."""
+        return self.scale or 1 / self.transport.world_size
 
     @cached_property
     def gradients(self) -> list[Tensor]:

@@ -7,14 +7,15 @@ returns it, as PyTorch's hooks do. Either way, `Gradients` has one tensor per pa
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gradwire.comm import Transport
+from gradwire.comm import Algorithm, Transport
+from gradwire.comm.rank_differences import out_of_step
 from gradwire.compress import Gradients
 from gradwire.kernels import SegmentTable, as_real, gradient_layout, layout_in_dtype
 
@@ -71,7 +72,9 @@ class Bucket:
         note_use: set if the model has a user's hook. Each of gradwire's hooks that the user's hook calls passes its
             settings and process group.
         model_number: number of the model's exchange on the process group, equal on all ranks.
-        n_passes: number of synchronized forwards of the model; 0 if it must not be compared.
+        stamp: a number that must be equal on all ranks, that of the model's synchronized forwards; 0 if it must not be
+            compared.
+        scale: multiplies the sum over the ranks; 0: by 1 / world size, for the mean.
         model_parameters: all parameters of the model that are averaged; None on PyTorch's DDP.
         divisor: number of ranks with inputs left, by which the default reduction divides; 0 if it is not known.
         plans: the recorded steps of the bucket, a `gradwire.hooks._plans.Plans`; None if the hook's settings keep them.
@@ -90,10 +93,19 @@ class Bucket:
     process_group: dist.ProcessGroup | None = None
     note_use: Callable[[Any, dist.ProcessGroup], None] | None = None
     model_number = 0
-    n_passes = 0
+    stamp = 0
+    scale = 0.0
     model_parameters: Sequence[torch.Tensor] | None = None
     divisor = 0
     plans: Any = None
+
+    def explain_stamps(self, by_rank: Mapping[int, int]) -> str | None:
+        """The error if the stamps of the ranks differ; None if they may."""
+        return out_of_step([by_rank.get(rank, 0) for rank in range(1 + max(by_rank))])
+
+    def guarded(self, algorithm: Callable[[], Algorithm[Any]], transport: Transport) -> Algorithm[Any]:
+        """The algorithm of a step, after whatever the ranks must compare before it."""
+        return algorithm()
 
     @staticmethod
     def of(bucket: Any) -> "Bucket":

@@ -18,7 +18,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -39,14 +39,30 @@ from gradwire.hooks._names import registered_wrappers
 # handshake, ranks may still be loading data, and have the whole timeout.
 AGAIN_TIMEOUT = timedelta(seconds=30)
 
-_PURPOSE = "The handshake of communication hooks"
-_REMEDY = (
-    "Register the same hook with the same options on every rank, load the same checkpoint on every rank or on none, "
-    "and install the same gradwire."
-)
-_ON_SOME_RANKS = (
-    "If the hook was registered on this rank only, as after `if rank == 0:`, the others run without it and wait for "
-    "this rank in their all-reduce: register it on every rank."
+
+class Words(NamedTuple):
+    """The sentences of a comparison's errors."""
+
+    subject: str  # begins the error of a difference
+    missing: str  # {ranks} have not come to the first comparison of {what} within {timeout}; this one is {rank}
+    missing_again: str  # to a later one
+    hint: str  # the likely cause of a long wait
+    remedy: str
+    purpose: str  # names the collective call through the store
+    waiting: str  # what a rank that waits announces
+
+
+HOOKS = Words(
+    subject="Communication hooks",
+    missing="This rank runs {what}, but no gradwire hook has started on {ranks} within {timeout}.",
+    missing_again="The state of {what} was loaded, or an option was changed, on this rank but not on {ranks} within "
+    "{timeout}.",
+    hint="If the hook was registered on this rank only, as after `if rank == 0:`, the others run without it and wait "
+    "for this rank in their all-reduce: register it on every rank.",
+    remedy="Register the same hook with the same options on every rank, load the same checkpoint on every rank or on "
+    "none, and install the same gradwire.",
+    purpose="The handshake of communication hooks",
+    waiting="Rank {rank} has registered {what}",
 )
 _UNCHANGED = "Nothing was sent; gradients, parameters and states are as they were."
 
@@ -162,14 +178,12 @@ def compare_settings(
     settings: Mapping[str, str],
     again: bool,
     model_number: int = 0,
-    subject: str = "Communication hooks",
-    remedy: str = _REMEDY,
+    words: Words = HOOKS,
 ) -> None:
     """Raise RuntimeError on every rank unless the settings, with the name of the ``hook``, are equal on all.
 
-    While a rank waits, it announces that it has a hook: a rank without one waits in its all-reduce, and then raises.
-    ``again``: whether the ranks have compared settings before, and do not wait long for each other. ``subject`` and
-    ``remedy`` begin and end the error.
+    While a rank waits, it announces ``words.waiting``: a rank without a hook waits in its all-reduce, and then raises.
+    ``again``: whether the ranks have compared settings before, and do not wait long for each other.
     """
     connections, facts = connections_of(group), {"gradwire": __version__, **settings}
     has_told = False
@@ -178,35 +192,35 @@ def compare_settings(
         nonlocal has_told
         connections.check_peers()
         if model_number > 0 and not has_told:
-            connections.announce(model_number, "hook", f"Rank {dist.get_rank()} has registered {facts['hook']}")
+            text = words.waiting.format(rank=dist.get_rank(), what=facts["hook"])
+            connections.announce(model_number, "hook", text)
             has_told = True
 
     try:
-        if lines := _compare_through_store(group, facts, again, check):
-            raise RuntimeError(f"{subject} differ between ranks:{lines}\n{_UNCHANGED} {remedy}")
+        if lines := _compare_through_store(group, facts, again, check, words):
+            raise RuntimeError(f"{words.subject} differ between ranks:{lines}\n{_UNCHANGED} {words.remedy}")
     finally:
         if has_told:
             connections.announce(model_number, "hook", "")
 
 
 def _compare_through_store(
-    group: dist.ProcessGroup, facts: dict[str, str], again: bool, check: Callable[[], None]
+    group: dist.ProcessGroup, facts: dict[str, str], again: bool, check: Callable[[], None], words: Words
 ) -> str:
     """The differences, one in a line; empty without any. Raises RuntimeError if a rank does not join."""
     text = json.dumps(facts, sort_keys=True)
     timeout = min(AGAIN_TIMEOUT, collective_timeout(group) / 2) if again else collective_timeout(group)
     try:
-        digests = store_all_gather(group, _PURPOSE, digest(text), timeout, check, "" if again else _ON_SOME_RANKS)
+        digests = store_all_gather(group, words.purpose, digest(text), timeout, check, "" if again else words.hint)
     except RanksMissing as error:
-        problem = (
-            f"The state of {facts['hook']} was loaded, or an option was changed, on this rank but not on"
-            if again
-            else f"This rank runs {facts['hook']}, but no gradwire hook has started on"
+        problem = words.missing_again if again else words.missing
+        problem = problem.format(
+            rank=dist.get_rank(), what=facts["hook"], ranks=format_ranks(error.ranks), timeout=timeout
         )
-        raise RuntimeError(f"{problem} {format_ranks(error.ranks)} within {timeout}. {_UNCHANGED} {_REMEDY}") from error
+        raise RuntimeError(f"{problem} {_UNCHANGED} {words.remedy}") from error
     if len(set(digests)) == 1:
         return ""
-    purpose = f"{_PURPOSE}, after a mismatch"
+    purpose = f"{words.purpose}, after a mismatch"
     facts_by_rank = [json.loads(each) for each in store_all_gather(group, purpose, text, check=check)]
     return format_differences(facts_by_rank, dist.get_process_group_ranks(group))
 

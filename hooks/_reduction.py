@@ -2,9 +2,9 @@
 `all_reduce_on_cpu`, the plain average on a CPU.
 """
 
-import functools
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -18,6 +18,7 @@ from gradwire.compress import (
     NodeBucket,
     Quantization,
     QuantizedBucket,
+    Stamp,
     Step,
     is_repeatable,
     repeatable,
@@ -60,7 +61,8 @@ def reduce_bucket(
     device, position, is_final, number = bucket.device, bucket.position, bucket.is_final, iteration or 0
     executor = connections.executor(device)
     transport = executor.transport
-    n_passes = -1 if isinstance(executor, StreamExecutor) else bucket.n_passes  # on a GPU, the host would have to wait
+    # On a GPU, the host would have to wait.
+    stamp = Stamp(-1 if isinstance(executor, StreamExecutor) else bucket.stamp, bucket.explain_stamps)
     work: BucketWork | None = None
     if bucket.is_sparse:
         result = bucket.buffer()
@@ -79,13 +81,14 @@ def reduce_bucket(
         if work is None:
             steps = sparse_all_reduce(result, transport, divisor or transport.world_size)
         else:
-            steps = algorithm(Step(work.source, work.target, memory, number, transport, workspace, names, n_passes))
+            step = Step(work.source, work.target, memory, number, transport, workspace, names, stamp, bucket.scale)
+            steps = bucket.guarded(partial(algorithm, step), transport)
         if sample is not None:
             steps = sample.measured(steps, is_final, device, work and work[:2], memory, transport)
         return steps
 
     # PyTorch's DDP raises "Unable to cast ... to Tensor", without a traceback.
-    log = functools.partial(logger.exception, FAILED, name, position) if isinstance(bucket, TorchBucket) else None
+    log = partial(logger.exception, FAILED, name, position) if isinstance(bucket, TorchBucket) else None
     task = Task(begin, f"gradwire::{name}, bucket {position}", result, log)
     if isinstance(executor, StreamExecutor) and work is not None and telemetry is None and is_repeatable(algorithm):
         plans = bucket.plans or settings._plans.setdefault(bucket.first, Plans())

@@ -39,6 +39,7 @@ from gradwire.kernels.layouts import (
     as_real,
     compute_dtype,
     gradient_layout,
+    is_dense,
     layout_guard,
     layout_in_dtype,
     memory_order,

@@ -6,7 +6,7 @@ wire format are a *section*. The blocks of a section are dealt to pieces * world
 piece * world_size + shard of every section belongs to rank `shard`, which reduces it. A message is uint8,
 [pieces, world_size, cell_bytes]; a cell is
 
-    header (int32 flag, int32 number of forward passes, 8 unused bytes)
+    header (int32 flag, int32 stamp, 8 unused bytes)
     | for each section: scales of its blocks | payloads of its blocks
 
 where each part begins at a multiple of 16 bytes. The last cells of a section may lack blocks, down to none at all;

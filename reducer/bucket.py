@@ -95,7 +95,7 @@ class BucketBase(OwnBucket):
         self.divisor = divisor
         if unused is not None:
             self.collect(hook.is_zero_copy, unused, shared, incoming)
-            self.n_passes = exchange.n_passes
+            self.stamp = exchange.n_passes
         if hook.can_replay and self.plans is not None and self.plans.settings is not None:
             flight: Handle | None = self.plans.replay(self, exchange.connections)
             if flight is not None:

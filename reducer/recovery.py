@@ -39,7 +39,7 @@ def resynchronize(
         "parameters": digest(parameters),
         "groups": {name: _group_facts(exchange, each) for name, each in groups.items()},
     }
-    by_rank = gather_json(group, CALL, mine)
+    by_rank = gather_json(group, CALL, mine, exchange.connections.check_alive)
     _check_source([one["from_rank"] for one in by_rank])
     used = {name for one in by_rank for name, facts in one["groups"].items() if facts["is used"]}
     facts_of = {name: [one["groups"][name] for one in by_rank if name in one["groups"]] for name in sorted(used)}

@@ -51,7 +51,8 @@ def resynchronize(
     }
     facts: dict[str, Any] = {str(dist.get_rank()): mine}
     for group in exchange.groups:  # then, in a mesh of two dimensions, those of all ranks
-        facts = {rank: fact for some in gather_json(group, CALL, facts) for rank, fact in some.items()}
+        gathered = gather_json(group, CALL, facts, connections_of(group).check_alive)
+        facts = {rank: fact for some in gathered for rank, fact in some.items()}
     every = [facts[rank] for rank in sorted(facts, key=int)]
     _check(every)
     for group in exchange.groups:

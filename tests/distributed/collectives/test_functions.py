@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from gradwire import collectives
-from gradwire.collectives import Memory, all_reduce, all_reduce_coalesced, places, reduce_scatter_tensor
-from gradwire.collectives.places import calls_on
+from gradwire.collectives import Memory, all_reduce, all_reduce_coalesced, calls, reduce_scatter_tensor
+from gradwire.collectives.calls import calls_on
 from gradwire.comm import Connections, connections_of
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
 from tests.support.ranks import from_all_ranks, on_ranks
@@ -123,7 +123,7 @@ def test_call_that_waits_for_an_earlier_one_raises_if_a_rank_has_left():
     collectives.resynchronize()  # forget other tests
     tensor = tensors_of(0)[0]
     all_reduce(tensor)
-    (place,) = calls_on(connections_of(dist.group.WORLD)).places.values()
+    (place,) = calls_on(connections_of(dist.group.WORLD))._compressors.values()
     place.in_flight = torch.futures.Future()
     left = mock.patch.object(Connections, "check_peers", side_effect=RuntimeError("Rank 7 has left"))
     with left, pytest.raises(RuntimeError, match="Rank 7 has left"):
@@ -254,7 +254,7 @@ def test_memory_of_a_reduce_scatter_continues_with_more_padding():
 
 @on_ranks(2)
 def test_all_reduces_in_few_bits_without_memory_warn_once():
-    with mock.patch.object(places.logger, "warning") as warning:
+    with mock.patch.object(calls.logger, "warning") as warning:
         for step in range(2):
             all_reduce(tensors_of(step)[1], wire="int4")
             all_reduce(tensors_of(step)[1], wire="int6")
@@ -290,9 +290,9 @@ def test_bad_input_on_one_rank_raises_on_all_and_loses_nothing(problem):
     with pytest.raises((TypeError, ValueError, RuntimeError)) as error:
         bad() if is_bad else good()
     expected = {
-        "shape": "differ between ranks|is new",
-        "known": "a tensor, wire or operation that is new",
-        "sum": "op: AVG on ranks? .*; SUM on rank 1|is new",
+        "shape": "differ between ranks|which is new",
+        "known": "which is new, and rank",
+        "sum": "op: AVG on ranks? .*; SUM on rank 1|which is new",
     }
     assert is_bad or re.search(expected.get(problem, "failed on rank 1"), str(error.value))
     assert_same_bits(own, tensors[1])
