@@ -246,7 +246,7 @@ class Connections:
     def check_alive(self) -> None:
         """Raise RuntimeError if a rank has exited, or has destroyed the process group: a restart would wait for it."""
         if (reason := self._read(ENDED, wait=False)) is not None:
-            raise RuntimeError(f"{reason} The ranks cannot start again without it. Restart the job from a checkpoint.")
+            raise RuntimeError(f"{reason}\nThe ranks cannot start again without it. Restart the job from a checkpoint.")
 
     def fail(self, reason: str) -> None:
         """Leave, abandoning everything in flight: every exchange raises from now on, soon also on the other ranks.
