@@ -6,6 +6,7 @@ import inspect
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -480,6 +481,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         is_synchronized = bool(self.require_backward_grad_sync)
         if torch.is_grad_enabled():
             self.reducer.watch_outputs(output, is_synchronized)
+            self.reducer.is_local |= not is_synchronized
         if not (torch.is_grad_enabled() and is_synchronized):
             self.reducer.wait_for_post_backward_futures()
         return output
@@ -569,12 +571,18 @@ def _make_reducer(
         exchange,
         BucketHook(default_reduction, exchange, is_zero_copy=exchange.has_streams),
         options,
-        ModelWatch(ddp.module, parameters, ddp.parameters_to_ignore),
+        ModelWatch(ddp.module, parameters, delayed, ddp.parameters_to_ignore),
         None if ddp.check_every is None else DriftCheck(ddp.check_every, replicated),
         DelayedGradients(delayed, ddp._delay_grad_buffer) if delayed else None,
         find_unused_parameters=ddp.find_unused_parameters,
         skip_unused=ddp.skip_all_reduce_unused_params,
+        is_in_no_sync=partial(_is_in_no_sync, weakref.ref(ddp)),
     )
+
+
+def _is_in_no_sync(ddp: weakref.ref[DistributedDataParallel]) -> bool:
+    wrapper = ddp()
+    return wrapper is None or not wrapper.require_backward_grad_sync
 
 
 def _replicated(module: nn.Module, ignored: Collection[str], delayed: Collection[Tensor]) -> dict[str, Tensor]:
