@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from gradwire.cli.run_advise import measured_script, on_ddp_init
 from gradwire.cli.run_comparison import Comparison
+from gradwire.comm.forks import in_this_process
 from gradwire.hooks._bucket import GradBucket
 from gradwire.hooks._by_name import NONE, QUANTIZED, hook_named
 from gradwire.hooks._decorators import CommHook
@@ -259,7 +260,7 @@ def compressed(hook: str, start: int = 2, measure: int = 0) -> Iterator[list[Com
         compression = of[ddp] = DDPCompression(ddp, hook, start, measure)
         register(ddp, compression, DDPCompression.reduce)
         ddp._comm_hooks.clear()  # for the Python reducer only; copies and pickles of the model would hold the state
-        weakref.finalize(ddp, compression.release)
+        weakref.finalize(ddp, in_this_process(compression.release))
         made.append(compression)
 
     @wraps(register)

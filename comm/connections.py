@@ -9,6 +9,7 @@ peers wait on their devices until the process group's timeout.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.comm.executor import EXIT_TIMEOUT_SECONDS, TWO_THREADS, Executor
+from gradwire.comm.forks import in_this_process
 from gradwire.comm.groups import duplicate_group, is_gloo_on_cpu, keys_of_duplicate
 from gradwire.comm.nodes import local_size, node_name
 from gradwire.comm.store_collectives import (
@@ -42,6 +44,11 @@ from gradwire.comm.worker_executor import WorkerExecutor
 DESTROYED = (
     "The process group was destroyed. Initialize a new one, then wrap the model again or assign the new group to the "
     "hook state's process_group."
+)
+FORKED = (
+    "Process {child} was forked from process {parent}, to which the process group belongs: the threads of its "
+    "connections are not here. Exchange gradients in process {parent}, or start this process with the method spawn or "
+    "forkserver, and give it a process group of its own."
 )
 BACKWARD = "backward"  # the purpose of collectives of a backward that no executor runs; see `Connections.transport`
 NOTICE = "failure"  # store key under which a rank announces that it leaves, and why
@@ -66,6 +73,7 @@ class Connections:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self._rank = group, dist.get_rank()  # for messages: this rank's number in the default group
         self.failure: str | None = None
+        self._process = os.getpid()
         self._store = gradwire_store(group)
         self._requests = StoreRequests(self._store)
         self._node_keys = [f"node/{rank}" for rank in range(group.size())]
@@ -93,6 +101,8 @@ class Connections:
 
     def check(self) -> None:
         """Raise RuntimeError if no exchange is possible."""
+        if os.getpid() != self._process:
+            raise RuntimeError(FORKED.format(child=os.getpid(), parent=self._process))
         if self.failure is not None:
             raise RuntimeError(self.failure if self.failure == DESTROYED else f"{self.failure}\n{ADVICE}")
 
@@ -356,7 +366,8 @@ def connections_of(group: dist.ProcessGroup | None) -> Connections:
             connections = _connections.get(group)
             if connections is None:
                 connections = _connections[group] = Connections(group)
-                weakref.finalize(lifetime_token(group), _end, group)
+                # A child that it forks has the same sockets and exits, too, but has not left.
+                weakref.finalize(lifetime_token(group), in_this_process(_end), group)
     return connections
 
 
