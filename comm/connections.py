@@ -50,6 +50,11 @@ FORKED = (
     "connections are not here. Exchange gradients in process {parent}, or start this process with the method spawn or "
     "forkserver, and give it a process group of its own."
 )
+UNKNOWN = (
+    "torch.distributed does not know this process group, a {kind}, and gradwire needs its ranks and its store. Make a "
+    "process group with init_process_group, new_group or a device mesh. A class of your own is made in the same way: "
+    "register it with dist.Backend.register_backend, and name it in new_group(backend=...)."
+)
 BACKWARD = "backward"  # the purpose of collectives of a backward that no executor runs; see `Connections.transport`
 NOTICE = "failure"  # store key under which a rank announces that it leaves, and why
 ADVICE = (
@@ -344,6 +349,7 @@ def has_streams(device: torch.device) -> bool:
 
 
 _connections: dict[dist.ProcessGroup, Connections] = {}
+_ended: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # whose connections have ended
 _creation = threading.Lock()  # two threads that begin at once must get the same connections
 
 
@@ -354,12 +360,13 @@ def connections_of(group: dist.ProcessGroup | None) -> Connections:
         group: the process group; None for the default one.
 
     Raises:
-        RuntimeError: the group was destroyed.
+        RuntimeError: the group was destroyed, or PyTorch has never known it.
     """
     group = group if group is not None else default_group()
     if group not in world.pg_map:  # `is_initialized_group`, which every bucket would call
         _end(group)
-        raise RuntimeError(DESTROYED)
+        was_known = type(group) is dist.ProcessGroup or group in _ended
+        raise RuntimeError(DESTROYED if was_known else UNKNOWN.format(kind=type(group).__qualname__))
     connections = _connections.get(group)
     if connections is None:
         with _creation:
@@ -378,6 +385,7 @@ def existing_connections(group: dist.ProcessGroup) -> Connections | None:
 
 def _end(group: dist.ProcessGroup) -> None:
     if (connections := _connections.pop(group, None)) is not None:
+        _ended.add(group)
         connections.end()
         if threading.main_thread().is_alive():
             connections.forget()
