@@ -105,6 +105,17 @@ def test_gradient_of_a_forward_under_no_sync_that_comes_after_the_reduction_warn
 
 
 @on_ranks(2)
+def test_warning_comes_also_after_a_step_with_no_sync():
+    ddp, generator = wrapped(group=dist.new_group()), own_batches()
+    with ddp.no_sync():
+        ddp(*batch_of(ddp, generator)).backward()
+    ddp(*batch_of(ddp, generator)).backward()
+    with warned() as texts:
+        ddp.module(*batch_of(ddp, generator)).backward()
+    assert len(texts) == 1
+
+
+@on_ranks(2)
 def test_wrappers_that_share_parameters_do_not_warn():
     trunk = nn.Linear(4, 4)
     group = dist.new_group()

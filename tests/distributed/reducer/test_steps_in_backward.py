@@ -140,6 +140,36 @@ def test_optimizer_step_before_the_average_raises_on_every_rank_with_the_remedy(
     assert_trains_on(ddp)
 
 
+@on_ranks(2)
+def test_optimizers_registered_after_wrapping_raise_with_a_bucket_for_each_parameter():
+    # Their hooks come after the reducer's own: each gradient is in flight before it is removed.
+    ddp = wrapped(group=dist.new_group(), bucket_cap_mb=SMALLEST)
+    train_steps(ddp, 2)
+    EARLY["after wrapping"](ddp)
+    assert WORDS[0] in message_of(train_steps, ddp)
+    ddp.resynchronize(from_rank=0)
+
+
+@on_ranks(2)
+def test_sparse_gradient_that_a_hook_removes_raises():
+    torch.manual_seed(0)
+    ddp = wrapped(model=Table(), group=dist.new_group())
+    handle = ddp.module.table.weight.register_post_accumulate_grad_hook(move_away(ddp.module.table.weight))
+    assert message_of(train_steps, ddp).startswith("The gradient of table.weight was removed")
+    handle.remove()
+    assert_trains_on(ddp)
+
+
+@on_ranks(2, 3)
+def test_removed_gradient_is_not_taken_for_an_unused_one():
+    ddp = wrapped(group=dist.new_group(), find_unused_parameters=True)
+    weight = ddp.module.layers[2].weight
+    handle = weight.register_post_accumulate_grad_hook(move_away(weight))
+    assert "The gradient of layers.2.weight was removed" in message_of(train_steps, ddp)
+    handle.remove()
+    assert_trains_on(ddp)
+
+
 @on_ranks(2, 3)
 def test_optimizer_step_before_the_average_on_one_rank_raises_on_all():
     ddp = wrapped(group=dist.new_group(), hook="int4")
