@@ -62,10 +62,8 @@ class Compression:
     """
 
     def __init__(self, model: nn.Module, hook: str, group: dist.ProcessGroup | None, start: int, measure: int) -> None:
-        self.hook_name, self.model_name = (
-            hook,
-            type(model).__name__,
-        )  # with a number if it is not the first of its class
+        self.hook_name = hook
+        self.model_name = type(model).__name__  # with a number if it is not the first of its class
         self.numel = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.n_steps = 0

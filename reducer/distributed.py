@@ -482,7 +482,6 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         is_synchronized = bool(self.require_backward_grad_sync)
         if torch.is_grad_enabled():
             self.reducer.watch_outputs(output, is_synchronized)
-            self.reducer.is_local |= not is_synchronized
         if not (torch.is_grad_enabled() and is_synchronized):
             self.reducer.wait_for_post_backward_futures()
         return output

@@ -291,6 +291,7 @@ class Reducer:
     @torch_internals.not_compiled
     def watch_outputs(self, output: object, is_synchronized: bool) -> None:
         """Notice the first backward of a static graph, and further ones of a synchronized forward, by their outputs."""
+        self.is_local |= not is_synchronized
         if is_synchronized or (self.static_graph and self.static_calls is None):
             for tensor in torch_internals.tensors_in(output):
                 if tensor.grad_fn is not None:
@@ -345,7 +346,7 @@ class Reducer:
         if is_again:
             return False
         if backward.phase is Phase.DONE:
-            if not self.is_local:
+            if not (self.is_local or self._has_warned_of_local):
                 self._warn_of_local_gradient(index)
             return False
         if self.static_graph and not self._is_last_call(index):
@@ -359,13 +360,13 @@ class Reducer:
         """Warn once of a gradient that no backward of this wrapper averages, unless it is to stay on this rank."""
         is_shared = any(index in indices for indices in self._shared_with.values())  # another wrapper averages it
         has_failed = self.exchange.connections.failure is not None  # the rest of a backward that has raised
-        if self._has_warned_of_local or is_shared or has_failed or self._is_in_no_sync():
+        if is_shared or has_failed or self._is_in_no_sync():
             return
         self._has_warned_of_local = True
         warnings.warn(
-            f"A backward pass has added gradients of this rank alone, of {self.options.names[index]} and perhaps of "
-            "others: its forward pass did not go through the DistributedDataParallel, as in model.module(x). They are "
-            "averaged only if a later backward pass of the wrapper adds to them. Call the wrapper, model(x). If "
+            f"A backward pass has added this rank's own gradients to {self.options.names[index]}, and perhaps to other "
+            "parameters: its forward pass did not go through the DistributedDataParallel, as in model.module(x). They "
+            "are averaged only if a later backward pass of the wrapper adds to them. Call the wrapper, model(x). If "
             "gradients are to stay on their rank, compute them under model.no_sync(), without this warning.",
             stacklevel=2,
         )

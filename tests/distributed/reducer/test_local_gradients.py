@@ -15,7 +15,7 @@ from tests.support.bits import assert_same_on_all_ranks
 from tests.support.ranks import from_all_ranks, on_ranks
 from tests.support.training import error_of, gradients, message_of, own_batches, train_steps, wrapped
 
-WORDS = ("gradients of this rank alone", "model.module(x)", "model.no_sync()")
+WORDS = ("this rank's own gradients", "model.module(x)", "model.no_sync()")
 
 
 @contextmanager
@@ -76,6 +76,15 @@ def test_gradients_that_are_to_stay_on_their_rank_do_not_warn():
             ddp(*batch_of(ddp, generator)).backward()
     assert texts == []
     assert_same_on_all_ranks(from_all_ranks(gradients(ddp)))
+
+
+@on_ranks(2)
+def test_bare_module_under_no_sync_does_not_warn():
+    ddp, generator = wrapped(group=dist.new_group()), own_batches()
+    train_steps(ddp)
+    with warned() as texts, ddp.no_sync():
+        ddp.module(*batch_of(ddp, generator)).backward()
+    assert texts == []
 
 
 @on_ranks(2)
@@ -141,15 +150,14 @@ def test_gradients_that_come_after_an_error_do_not_warn():
     ddp.resynchronize()
 
 
-def pipeline(schedule, wrapper):
+def pipeline(schedule, microbatches=2):
     """Two stages of a pipeline, both on this rank and each wrapped, and its schedule."""
     own = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     torch.manual_seed(0)
     modules = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)]
-    ddps = [wrapped(wrapper, module, group=dist.new_group()) for module in modules]
+    ddps = [wrapped(model=module, group=dist.new_group()) for module in modules]
     stages = [PipelineStage(ddp, i, 2, torch.device("cpu"), group=own) for i, ddp in enumerate(ddps)]
-    loss = nn.MSELoss()
-    return ddps, schedule(stages, n_microbatches=2, loss_fn=loss, scale_grads=False)
+    return ddps, schedule(stages, n_microbatches=microbatches, loss_fn=nn.MSELoss(), scale_grads=False)
 
 
 def pipeline_step(ddps, schedule, generator):
@@ -161,7 +169,7 @@ def pipeline_step(ddps, schedule, generator):
 
 @on_ranks(2, 3)
 def test_pipeline_with_whole_backward_passes_is_averaged():
-    ddps, schedule = pipeline(ScheduleInterleaved1F1B, "gradwire")
+    ddps, schedule = pipeline(ScheduleInterleaved1F1B)
     generator = own_batches()
     for _ in range(3):
         inputs = torch.randn(4, 4, generator=generator)
@@ -179,17 +187,17 @@ def test_pipeline_with_whole_backward_passes_is_averaged():
                 torch.testing.assert_close(gradient, mean)
 
 
-@pytest.mark.parametrize("applies", [False, True])
-@pytest.mark.parametrize("clears", [False, True])
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("then", ["nothing", "step", "step and clear"])
 @on_ranks(2, 3)
-def test_pipeline_that_splits_the_backward_raises_at_the_next_forward(applies, clears):
-    ddps, schedule = pipeline(ScheduleInterleavedZeroBubble, "gradwire")
+def test_pipeline_that_splits_the_backward_raises_at_the_next_forward(then, microbatches):
+    ddps, schedule = pipeline(ScheduleInterleavedZeroBubble, microbatches)
     optimizer = torch.optim.SGD([parameter for ddp in ddps for parameter in ddp.parameters()], lr=0.125)
     generator = own_batches()
     pipeline_step(ddps, schedule, generator)
-    if applies:
+    if then != "nothing":
         optimizer.step()
-    if applies and clears:
+    if then == "step and clear":
         optimizer.zero_grad()
     message = message_of(ddps[1], torch.zeros(2, 4))
     assert "zero-bubble" in message
