@@ -23,6 +23,7 @@ from gradwire.cli.run_comparison import LEAST_STEPS, STRETCH
 from gradwire.cli.run_compression import AUTO, Compression, compressed
 from gradwire.cli.run_report import report
 from gradwire.collectives.group import WITHOUT_MEMORY
+from gradwire.comm.forks import in_this_process
 from gradwire.hooks._by_name import NONE, VARIABLE, hook_named, name_from_environment
 from gradwire.planner.model_probe import STEPS
 
@@ -140,30 +141,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.argv = [options.script, *options.arguments]
     if not options.module and not sys.flags.safe_path:
         sys.path[0] = str(Path(options.script).resolve().parent)  # as `python SCRIPT` does
+    process = os.getpid()  # a child that the script forks, and that ends it too, prints nothing
     if options.advise:
         try:
             with advised():
                 _run_script(options)
         except SystemExit as end:
-            if isinstance(end, AdviceGiven) or end.code not in (None, 0):
+            if isinstance(end, AdviceGiven) or end.code not in (None, 0) or os.getpid() != process:
                 raise
+        if os.getpid() != process:
+            return
         fail(f"the script ended before the {STEPS + 1} steps of DistributedDataParallel that --advise takes")
     if options.collectives:
         with compressed_collectives(options.collectives, options.call) as found:
             try:
                 _run_script(options)
             finally:
-                if os.environ.get("RANK", "0") == "0":
+                if os.environ.get("RANK", "0") == "0" and os.getpid() == process:
                     print(found.report(), file=sys.stderr, flush=True)
         return
-    reports = options.hook != NONE
+    reports, print_report = options.hook != NONE, in_this_process(_print_report)
     with compressed(options.hook, options.start, options.measure) as made:
         try:
             _run_script(options)
         except SystemExit as end:
-            _print_report(made, has_ended=reports and end.code in (None, 0))
+            print_report(made, has_ended=reports and end.code in (None, 0))
             raise
-        _print_report(made, has_ended=reports)
+        print_report(made, has_ended=reports)
 
 
 def _print_report(made: Sequence[Compression], has_ended: bool) -> None:

@@ -4,6 +4,7 @@ import sys
 import time
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
@@ -20,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from gradwire.cli.run_advise import measured_script, on_ddp_init
 from gradwire.cli.run_comparison import Comparison
+from gradwire.comm.forks import in_this_process
 from gradwire.hooks._bucket import GradBucket
 from gradwire.hooks._by_name import NONE, QUANTIZED, hook_named
 from gradwire.hooks._decorators import CommHook
@@ -60,7 +62,8 @@ class Compression:
     """
 
     def __init__(self, model: nn.Module, hook: str, group: dist.ProcessGroup | None, start: int, measure: int) -> None:
-        self.hook_name, self.model_name = hook, type(model).__name__
+        self.hook_name = hook
+        self.model_name = type(model).__name__  # with a number if it is not the first of its class
         self.numel = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.n_steps = 0
@@ -242,6 +245,7 @@ def compressed(hook: str, start: int = 2, measure: int = 0) -> Iterator[list[Com
     models of FSDP2 an attachment before their first forward; yields their list.
     """
     made: list[Compression] = []
+    n_models: Counter[str] = Counter()
     of: WeakKeyDictionary[TorchDDP, DDPCompression] = WeakKeyDictionary()
     register = TorchDDP.register_comm_hook
     register_builtin: Any = TorchDDP._register_builtin_comm_hook
@@ -252,6 +256,13 @@ def compressed(hook: str, start: int = 2, measure: int = 0) -> Iterator[list[Com
         for group in dict.fromkeys(groups):
             compare_settings(group, settings, again=False)
 
+    def keep(compression: Compression) -> None:
+        name = compression.model_name
+        n_models[name] += 1
+        if n_models[name] > 1:
+            compression.model_name = f"{name} {n_models[name]}"
+        made.append(compression)
+
     def compress(ddp: TorchDDP) -> None:
         agree([ddp.process_group])
         if hook == NONE:
@@ -259,8 +270,8 @@ def compressed(hook: str, start: int = 2, measure: int = 0) -> Iterator[list[Com
         compression = of[ddp] = DDPCompression(ddp, hook, start, measure)
         register(ddp, compression, DDPCompression.reduce)
         ddp._comm_hooks.clear()  # for the Python reducer only; copies and pickles of the model would hold the state
-        weakref.finalize(ddp, compression.release)
-        made.append(compression)
+        weakref.finalize(ddp, in_this_process(compression.release))
+        keep(compression)
 
     @wraps(register)
     def register_comm_hook(self: TorchDDP, state: object, hook: Callable[..., Any]) -> None:
@@ -294,7 +305,7 @@ def compressed(hook: str, start: int = 2, measure: int = 0) -> Iterator[list[Com
             return
         agree(each for group in parameter_groups(model) for each in group.process_groups())
         if hook != NONE:
-            made.append(ShardedCompression(model, hook, start, measure))
+            keep(ShardedCompression(model, hook, start, measure))
 
     with (
         mock.patch.object(TorchDDP, "register_comm_hook", register_comm_hook),

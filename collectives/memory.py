@@ -172,9 +172,9 @@ class Memory:
             compressor.take(used.compressor)
         elif saved is not None:
             compressor.load(saved[ERRORS], saved["iter"])
-            del self._loaded[names]
         calls.know(compressor)
         self._used[names] = _Used(compressor, origin)
+        self._loaded.pop(names, None)
         return compressor
 
     @staticmethod

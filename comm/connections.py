@@ -9,6 +9,7 @@ peers wait on their devices until the process group's timeout.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.comm.executor import EXIT_TIMEOUT_SECONDS, TWO_THREADS, Executor
+from gradwire.comm.forks import in_this_process
 from gradwire.comm.groups import duplicate_group, is_gloo_on_cpu, keys_of_duplicate
 from gradwire.comm.nodes import local_size, node_name
 from gradwire.comm.store_collectives import (
@@ -42,6 +44,16 @@ from gradwire.comm.worker_executor import WorkerExecutor
 DESTROYED = (
     "The process group was destroyed. Initialize a new one, then wrap the model again or assign the new group to the "
     "hook state's process_group."
+)
+FORKED = (
+    "Process {child} was forked from process {parent}, to which the process group belongs: the threads of its "
+    "connections are not here. Exchange gradients in process {parent}, or start this process with the method spawn or "
+    "forkserver, and give it a process group of its own."
+)
+UNKNOWN = (
+    "torch.distributed does not know this process group, a {kind}, and gradwire needs its ranks and its store. Make a "
+    "process group with init_process_group, new_group or a device mesh. A class of your own is made in the same way: "
+    "register it with dist.Backend.register_backend, and name it in new_group(backend=...)."
 )
 BACKWARD = "backward"  # the purpose of collectives of a backward that no executor runs; see `Connections.transport`
 ENDED = "ended/why"  # store key under which a rank tells that its connections have ended for good, and why
@@ -67,6 +79,7 @@ class Connections:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self._rank = group, dist.get_rank()  # for messages: this rank's number in the default group
         self.failure: str | None = None
+        self._process = os.getpid()
         self._store = gradwire_store(group)
         self._requests = StoreRequests(self._store)
         self._node_keys = [f"node/{rank}" for rank in range(group.size())]
@@ -95,6 +108,8 @@ class Connections:
 
     def check(self) -> None:
         """Raise RuntimeError if no exchange is possible."""
+        if os.getpid() != self._process:
+            raise RuntimeError(FORKED.format(child=os.getpid(), parent=self._process))
         if self.failure is not None:
             raise RuntimeError(self.failure if self.failure == DESTROYED else f"{self.failure}\n{ADVICE}")
 
@@ -350,6 +365,7 @@ def has_streams(device: torch.device) -> bool:
 
 
 _connections: dict[dist.ProcessGroup, Connections] = {}
+_ended: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # whose connections have ended
 _creation = threading.Lock()  # two threads that begin at once must get the same connections
 
 
@@ -360,19 +376,21 @@ def connections_of(group: dist.ProcessGroup | None) -> Connections:
         group: the process group; None for the default one.
 
     Raises:
-        RuntimeError: the group was destroyed.
+        RuntimeError: the group was destroyed, or PyTorch has never known it.
     """
     group = group if group is not None else default_group()
     if group not in world.pg_map:  # `is_initialized_group`, which every bucket would call
         _end(group)
-        raise RuntimeError(DESTROYED)
+        was_known = type(group) is dist.ProcessGroup or group in _ended
+        raise RuntimeError(DESTROYED if was_known else UNKNOWN.format(kind=type(group).__qualname__))
     connections = _connections.get(group)
     if connections is None:
         with _creation:
             connections = _connections.get(group)
             if connections is None:
                 connections = _connections[group] = Connections(group)
-                weakref.finalize(lifetime_token(group), _end, group)
+                # A child that it forks has the same sockets and exits, too, but has not left.
+                weakref.finalize(lifetime_token(group), in_this_process(_end), group)
     return connections
 
 
@@ -383,6 +401,7 @@ def existing_connections(group: dist.ProcessGroup) -> Connections | None:
 
 def _end(group: dist.ProcessGroup) -> None:
     if (connections := _connections.pop(group, None)) is not None:
+        _ended.add(group)
         connections.end()
         if threading.main_thread().is_alive():
             connections.forget()

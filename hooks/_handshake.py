@@ -21,8 +21,8 @@ from hashlib import blake2b
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.weak import WeakIdKeyDictionary
 
 from gradwire._version import __version__
@@ -102,7 +102,8 @@ class Handshake:
         model's.
 
         Raises:
-            RuntimeError: the settings differ, or a rank does not join. Every rank that joins raises.
+            RuntimeError: the settings differ, a rank does not join, or on PyTorch's DistributedDataParallel a hook has
+                stepped an optimizer before the average. Every rank that joins raises.
             ValueError: the DistributedDataParallel has other ranks.
         """
         group = bucket.process_group
@@ -121,15 +122,18 @@ class Handshake:
         again = bucket.first in agreement.parameters
         if again and agreement.settings == settings:
             return connections
-        parameters = bucket.model_parameters
+        parameters, stepped = bucket.model_parameters, None
         if parameters is None:
-            parameters = _parameters_in_pytorchs_ddp(bucket, group, process_group is None)
+            ddp = _pytorchs_ddp(bucket, group, process_group is None)
+            parameters = bucket.parameters() if ddp is None else list(ddp.module.parameters())
+            stepped = None if ddp is None else _find_stepped(ddp, bucket)
         kind = "sparse gradients" if bucket.is_sparse else "gradients"
         shapes = [tuple(parameter.shape) for parameter in bucket.parameters()]
         facts = {
             **settings,
             "loaded since the last handshake": again and self.is_loaded_anew,
             **state._handshake_facts(),
+            "parameter whose gradient was removed in the backward": stepped or "none",
             "names of its parameters": f"{names[0]} and so on, digest {digest(names)}" if names else "not needed",
             "bucket": f"{bucket.position}, the last" if bucket.is_final else bucket.position,
             kind: f"{bucket.dtype} on {bucket.device.type}",
@@ -137,6 +141,8 @@ class Handshake:
             **{f"shape of its parameter {i}": shape for i, shape in enumerate(shapes)},
         }
         compare_settings(group, {name: str(fact) for name, fact in facts.items()}, again, bucket.model_number)
+        if stepped is not None:
+            raise RuntimeError(stepped_early(f"The gradient of {stepped} was removed"))
         # A copy: dictionaries among the options may be modified in place.
         settings = {name: dict(value) if isinstance(value, Mapping) else value for name, value in settings.items()}
         state._apply_settings({name: settings[name] for name in own})  # measuring changes no buckets
@@ -237,8 +243,8 @@ def _chosen_group(bucket: Bucket, chosen: dist.ProcessGroup) -> dist.ProcessGrou
     return own
 
 
-def _parameters_in_pytorchs_ddp(bucket: Bucket, group: dist.ProcessGroup, is_default: bool) -> Sequence[torch.Tensor]:
-    """All parameters of the model of a bucket of PyTorch's DDP, as far as that is found.
+def _pytorchs_ddp(bucket: Bucket, group: dist.ProcessGroup, is_default: bool) -> TorchDDP | None:
+    """The wrapper of a bucket of PyTorch's DDP; None if there is not exactly one.
 
     Raises ValueError if the DDP averages over other ranks than a group that was not passed explicitly.
     """
@@ -249,7 +255,27 @@ def _parameters_in_pytorchs_ddp(bucket: Bucket, group: dist.ProcessGroup, is_def
     ranks = set(dist.get_process_group_ranks(group))
     if checked and not any(ranks == set(dist.get_process_group_ranks(ddp.process_group)) for ddp in checked):
         check_same_ranks(group, checked[0].process_group, "default group" if is_default else "hook's process group")
-    return list(wrappers[0].module.parameters()) if len(wrappers) == 1 else parameters
+    return wrappers[0] if len(wrappers) == 1 else None
+
+
+def _find_stepped(ddp: TorchDDP, bucket: Bucket) -> str | None:
+    """The name of a parameter of the bucket whose gradient is gone, and which has hooks that run before DDP's own."""
+    if ddp.find_unused_parameters or ddp.static_graph:  # it may have had none
+        return None
+    gone = [each for each in bucket.parameters() if each.grad is None and each._post_accumulate_grad_hooks]
+    return next((name for name, each in ddp.module.named_parameters() if gone and each is gone[0]), None)
+
+
+def stepped_early(event: str) -> str:
+    """The error of an optimizer that was stepped before the average, in which ``event`` has shown it."""
+    return (
+        f"{event} before the gradient was averaged. An optimizer does that if it is stepped in a hook of the "
+        "parameter, such as one of register_post_accumulate_grad_hook, or before finalize_backward(): each rank "
+        "applies its own gradient, and parameters drift apart. Step the optimizer after the backward pass, or call "
+        "torch.distributed.optim._apply_optimizer_in_backward before you wrap the model in "
+        "gradwire.DistributedDataParallel, which then steps it with the averaged gradient. If parameters differ "
+        "between ranks already, copy those of one rank, as resynchronize(from_rank=0) does."
+    )
 
 
 def check_same_ranks(group: dist.ProcessGroup, wrapper_group: dist.ProcessGroup, what: str) -> None:

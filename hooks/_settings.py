@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from gradwire.comm.forks import in_this_process
 from gradwire.comm.torch_internals import default_group, is_initialized_group
 from gradwire.compress._validation import check_whole_number
 from gradwire.hooks._bucket import Bucket
@@ -128,7 +129,7 @@ class HookSettings:
             self.telemetry.close()
         self.telemetry = Telemetry(self, every, exact_every, report)
         # The latest function runs first: before a logger that was set up earlier ends.
-        atexit.register(_stop_at_exit, weakref.ref(self))
+        atexit.register(in_this_process(_stop_at_exit), weakref.ref(self))
 
     def stop_observing(self) -> None:
         """Report the steps measured so far, and stop measuring. Call it on every rank, between the same two steps."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import time
 import weakref
 from collections import deque
@@ -194,6 +195,7 @@ class Telemetry:
         self._pending: deque[Sample] = deque()
         self._has_failed = False  # whether the report has raised
         self._has_warned = False  # of gradients that arrive late
+        self._process = os.getpid()
 
     def __del__(self) -> None:
         self.close()
@@ -259,7 +261,12 @@ class Telemetry:
                 logger.warning(DELAYED, self._state.hook_name, self.latest["step"], delay)
 
     def close(self) -> None:
-        """Report all measurements, between two steps. Waits for the device, `EXIT_TIMEOUT_SECONDS` at most."""
+        """Report all measurements, between two steps. Waits for the device, `EXIT_TIMEOUT_SECONDS` at most.
+
+        Not in a forked child: its parent reports them.
+        """
+        if os.getpid() != self._process:
+            return
         self._drop_incomplete()
         if not self._pending:
             return

@@ -28,6 +28,7 @@ class AutogradHooks:
         nodes: the autograd node of each parameter that accumulates its gradient.
         recorded: indices of completed gradients that ``notify`` has not taken yet, in order. Other threads append.
         deferred: 1 for each parameter whose next hook only records. The hook sets it back to 0.
+        undefined: indices of parameters for which autograd had no gradient, since the last `reset`.
     """
 
     def __init__(self, parameters: Sequence[Tensor], notify: Callable[[Tensor | None], None]) -> None:
@@ -35,15 +36,18 @@ class AutogradHooks:
         self.nodes = [torch_internals.gradient_node(parameter) for parameter in parameters]
         self.recorded: list[int] = []
         self.deferred = bytearray(len(parameters))
+        self.undefined: set[int] = set()
         # The nodes must not keep the reducer alive: a module may be wrapped again, and the old reducer is then freed.
         method = weakref.WeakMethod(notify)
-        self._hooks = [_make_hook(index, self.recorded, self.deferred, method) for index in range(len(self.nodes))]
+        shared = self.recorded, self.deferred, self.undefined, method
+        self._hooks = [_make_hook(index, *shared) for index in range(len(self.nodes))]
         handles = [node.register_hook(hook) for node, hook in zip(self.nodes, self._hooks, strict=True)]
         self.remove = weakref.finalize(self, _remove_all, handles)  # removes the hooks
 
     def reset(self) -> None:
-        """Drop the recorded indices, and defer no hook any longer."""
+        """Drop the recorded and the undefined indices, and defer no hook any longer."""
         self.recorded.clear()
+        self.undefined.clear()
         self.deferred[:] = bytes(len(self.deferred))
 
     def record(self, index: int) -> None:
@@ -80,11 +84,17 @@ class AutogradHooks:
 
 
 def _make_hook(
-    index: int, recorded: list[int], deferred: bytearray, notify: weakref.WeakMethod[Callable[[Tensor | None], None]]
+    index: int,
+    recorded: list[int],
+    deferred: bytearray,
+    undefined: set[int],
+    notify: weakref.WeakMethod[Callable[[Tensor | None], None]],
 ) -> Callable[[object, Sequence[Tensor | None]], None]:
     record = recorded.append
 
     def hook(_: object, incoming: Sequence[Tensor | None]) -> None:
+        if incoming[0] is None:
+            undefined.add(index)
         record(index)  # first: a thread that stops deferring it meanwhile must find it
         if deferred[index]:
             deferred[index] = 0

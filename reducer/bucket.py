@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from operator import attrgetter, is_not
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from gradwire.comm import Transport
 from gradwire.comm.stream_executor import Handle
 from gradwire.compress import Gradients, Step, cast_all_reduce, repeatable
 from gradwire.hooks._bucket import BucketWork, OwnBucket
+from gradwire.hooks._handshake import stepped_early
 from gradwire.hooks._names import plain_name
 from gradwire.hooks._plans import Plans
 from gradwire.hooks._reduction import reduce_bucket
@@ -74,10 +75,19 @@ class BucketBase(OwnBucket):
         self.stand_ins: list[int] = []  # positions of the parameters without a gradient on this rank in this backward
 
     def collect(
-        self, zero_copy: bool, unused: Sequence[int], shared: Collection[int] = (), incoming: Tensor | None = None
+        self,
+        zero_copy: bool,
+        unused: Sequence[int],
+        shared: Collection[int] = (),
+        incoming: Tensor | None = None,
+        undefined: Collection[int] = (),
     ) -> None:
         """Take the parameters' gradients, which are all ready."""
         raise NotImplementedError
+
+    def _raise_removed(self, i: int) -> NoReturn:
+        """Raise RuntimeError for a gradient, by position, that a hook has removed."""
+        raise RuntimeError(stepped_early(f"The gradient of {self._names[i]} was removed"))
 
     def launch(
         self,
@@ -87,6 +97,7 @@ class BucketBase(OwnBucket):
         unused: Sequence[int] | None = None,
         shared: Collection[int] = (),
         incoming: Tensor | None = None,
+        undefined: Collection[int] = (),
     ) -> Future[Tensor] | Handle:
         """Take the gradients, as `DenseBucket.collect` says, and start to reduce them; the future has the result.
 
@@ -94,7 +105,7 @@ class BucketBase(OwnBucket):
         """
         self.divisor = divisor
         if unused is not None:
-            self.collect(hook.is_zero_copy, unused, shared, incoming)
+            self.collect(hook.is_zero_copy, unused, shared, incoming, undefined)
             self.stamp = exchange.n_passes
         if hook.can_replay and self.plans is not None and self.plans.settings is not None:
             flight: Handle | None = self.plans.replay(self, exchange.connections)
@@ -233,9 +244,14 @@ class DenseBucket(BucketBase):
         return buffer
 
     def collect(
-        self, zero_copy: bool, unused: Sequence[int] = (), shared: Collection[int] = (), incoming: Tensor | None = None
+        self,
+        zero_copy: bool,
+        unused: Sequence[int] = (),
+        shared: Collection[int] = (),
+        incoming: Tensor | None = None,
+        undefined: Collection[int] = (),
     ) -> None:
-        """Take the parameters' gradients, which are all ready. An undefined gradient becomes zeros.
+        """Take the parameters' gradients, which are all ready. One that autograd left ``undefined`` becomes zeros.
 
         A gradient is copied if it is
 
@@ -245,7 +261,8 @@ class DenseBucket(BucketBase):
         - ``unused`` on this rank: if no rank has a gradient, ``.grad`` must not change. The copy is reduced, or with
           ``as_view`` kept.
 
-        Raises ValueError if a gradient has another dtype or shape than when the model was wrapped.
+        Raises ValueError if a gradient has another dtype or shape than when the model was wrapped, RuntimeError if it
+        is gone.
         """
         if not self._needs_buffer and not self.as_view:
             self._buffer = None  # hooks may need it in their first steps only
@@ -255,7 +272,7 @@ class DenseBucket(BucketBase):
         if zero_copy and not self.as_view:
             copied.update(shared, torch_internals.aliased(found, incoming))
         if unused or self._guard is None or not self._guard(*found):  # 0.1 us a parameter instead of 0.5
-            grads = self._collect_each(found, unused, copied)
+            grads = self._collect_each(found, unused, copied, undefined)
         else:
             grads = found
             for i in copied:
@@ -273,14 +290,20 @@ class DenseBucket(BucketBase):
                 self._parameters[i].grad = grads[i]
 
     def _collect_each(
-        self, found: Sequence[Tensor | None], unused: Collection[int], copied: Collection[int]
+        self,
+        found: Sequence[Tensor | None],
+        unused: Collection[int],
+        copied: Collection[int],
+        undefined: Collection[int],
     ) -> list[Tensor]:
-        """The gradients, or copies, in the layouts of their parameters; ValueError for another dtype or shape."""
+        """The gradients, or copies, in the layouts of their parameters; raises as `collect` does."""
         grads: list[Tensor] = []
         dtype = self._table.source_dtype
         for i, (grad, (shape, stride)) in enumerate(zip(found, self.layouts, strict=True)):
             if grad is not None and (grad.dtype != dtype or grad.shape != shape):
                 raise ValueError(errors.gradient_misfit(self._names[i], grad, dtype, shape))
+            if grad is None and i not in unused and i not in undefined:
+                self._raise_removed(i)
             if grad is None or grad.stride() != stride or grad.is_conj() or grad.is_neg():
                 grad = self._in_layout(i, grad)
                 if i not in unused:
@@ -336,6 +359,8 @@ class DenseBucket(BucketBase):
         if self.as_view:
             for i, (parameter, view) in enumerate(zip(self._parameters, self._buffer_views, strict=True)):
                 grad = parameter.grad
+                if grad is None and i not in self.stand_ins:
+                    self._raise_removed(i)
                 stays = i in dropped if grad is None else grad.data_ptr() == view.data_ptr()
                 if not stays:
                     parameter.grad = view
@@ -347,6 +372,8 @@ class DenseBucket(BucketBase):
             if i in dropped:
                 continue
             if grad is None:
+                if i not in self.stand_ins:
+                    self._raise_removed(i)
                 self._parameters[i].grad = mean
             elif grad.data_ptr() != mean.data_ptr():
                 grad.copy_(mean)
@@ -416,10 +443,20 @@ class SparseBucket(BucketBase):
         self._gradient = buffer
 
     def collect(
-        self, zero_copy: bool, unused: Sequence[int] = (), shared: Collection[int] = (), incoming: Tensor | None = None
+        self,
+        zero_copy: bool,
+        unused: Sequence[int] = (),
+        shared: Collection[int] = (),
+        incoming: Tensor | None = None,
+        undefined: Collection[int] = (),
     ) -> None:
-        """Copy the gradient; an undefined one becomes a tensor without entries. Raises RuntimeError if it is dense."""
+        """Copy the gradient; an ``undefined`` one becomes a tensor without entries.
+
+        Raises RuntimeError if it is dense or gone.
+        """
         gradient = self._parameter.grad
+        if gradient is None and not unused and not undefined:
+            self._raise_removed(0)
         if gradient is not None and not gradient.is_sparse:
             raise RuntimeError(errors.DENSE_GRADIENT.format(name=self._names[0]))
         self._gradient = self._empty() if gradient is None else gradient.detach().clone()

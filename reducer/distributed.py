@@ -6,6 +6,7 @@ import inspect
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -36,7 +37,7 @@ from gradwire.reducer.bucketing import BucketOptions
 from gradwire.reducer.drift import DriftCheck
 from gradwire.reducer.exchange import Exchange
 from gradwire.reducer.logger import Logger
-from gradwire.reducer.model_sync import begin_together, broadcast_coalesced, verify_model
+from gradwire.reducer.model_sync import begin_together, broadcast_coalesced, check_memory, has_own_memory, verify_model
 from gradwire.reducer.model_watch import ModelWatch
 from gradwire.reducer.recovery import resynchronize
 from gradwire.reducer.reducer import Reducer
@@ -318,6 +319,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             self._syncs_at_init = False
             _verify_construction(self, parameters)
             buffers = self._buffers_in_use() if self._syncs_buffers_at_init else {}
+            check_memory(self._parameters_in_use() | buffers)
             states = [tensor.detach() for tensor in (*self._parameters_in_use().values(), *buffers.values())]
             with torch.no_grad():
                 broadcast_coalesced(states, GroupTransport(self.process_group), self.broadcast_bucket_size)
@@ -569,20 +571,29 @@ def _make_reducer(
         exchange,
         BucketHook(default_reduction, exchange, is_zero_copy=exchange.has_streams),
         options,
-        ModelWatch(ddp.module, parameters, ddp.parameters_to_ignore),
+        ModelWatch(ddp.module, parameters, delayed, ddp.parameters_to_ignore),
         None if ddp.check_every is None else DriftCheck(ddp.check_every, replicated),
         DelayedGradients(delayed, ddp._delay_grad_buffer) if delayed else None,
         find_unused_parameters=ddp.find_unused_parameters,
         skip_unused=ddp.skip_all_reduce_unused_params,
+        is_in_no_sync=partial(_is_in_no_sync, weakref.ref(ddp)),
     )
 
 
+def _is_in_no_sync(ddp: weakref.ref[DistributedDataParallel]) -> bool:
+    wrapper = ddp()
+    return wrapper is None or not wrapper.require_backward_grad_sync
+
+
 def _replicated(module: nn.Module, ignored: Collection[str], delayed: Collection[Tensor]) -> dict[str, Tensor]:
-    """The parameters that all ranks have equal, frozen ones included; with mixed precision, not their copies."""
+    """The parameters that all ranks have equal, frozen ones included; with mixed precision, not their copies.
+
+    Without those that no message can carry.
+    """
     return {
         name: getattr(parameter, "_fp_param", parameter)
         for name, parameter in module.named_parameters()
-        if name not in ignored or parameter in delayed
+        if (name not in ignored or parameter in delayed) and has_own_memory(parameter)
     }
 
 
@@ -605,6 +616,9 @@ def _verify_construction(
         "buffers broadcast at construction": bool(buffers) and ddp._syncs_buffers_at_init,
         "delay_all_reduce_named_params": [(names.get(p), tuple(p.shape)) for p in ddp._delay_all_reduce_params],
         "param_to_hook_all_reduce": names.get(param_to_hook_all_reduce),
+        "parameters without memory of their own": [
+            name for name, p in ddp._parameters_in_use().items() if not has_own_memory(p)
+        ],
     }
     states = {f"frozen parameter {name}": p for name, p in frozen.items()}
     states |= {f"buffer {name}": buffer for name, buffer in buffers.items()}

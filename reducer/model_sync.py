@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradwire.comm import GroupTransport
 from gradwire.comm.connections import Connections
@@ -81,6 +81,30 @@ def _raise_for_parameters(lists: Sequence[Sequence[tuple[str, object]]], this: i
                     f"strides and dtype {layout} appears not to match sizes/strides of the same param in process 0: "
                     f"{first}. Build the same model on every rank."
                 )
+
+
+def has_own_memory(tensor: Tensor) -> bool:
+    """Whether a message can carry the tensor: not if its class computes the elements, as that of a quantized one."""
+    if type(tensor) in (Tensor, nn.Parameter):
+        return True
+    try:
+        first = torch.cat([tensor.detach().reshape(-1)[:1]])
+        return first.numel() == 0 or first.view(torch.uint8).data_ptr() != 0
+    except Exception:  # the class lacks an operator
+        return False
+
+
+def check_memory(states: Mapping[str, Tensor]) -> None:
+    """Raise NotImplementedError if no message can carry one of these parameters and buffers."""
+    for name, tensor in states.items():
+        if not has_own_memory(tensor):
+            kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
+            raise NotImplementedError(
+                f"{name} cannot be copied from rank 0: it is a {kind}, which has no memory of its own. If all ranks "
+                "load the same values, either leave out this parameter, if it is frozen, by its name in "
+                "module._ddp_params_and_buffers_to_ignore, which you set before you wrap the model; or copy nothing, "
+                "with init_sync=False."
+            )
 
 
 def broadcast_coalesced(

@@ -22,6 +22,7 @@ from gradwire.comm.torch_internals import NO_BACKWARD, EndCallback, current_back
 from gradwire.comm.transport import clear_frames, wait_for
 from gradwire.hooks._bucket import tensor_in
 from gradwire.hooks._decorators import is_gradwire_hook, is_replayable, is_zero_copy
+from gradwire.hooks._handshake import stepped_early
 from gradwire.hooks._plans import Plans
 from gradwire.hooks._settings import check_pairing, follow_model, in_group
 from gradwire.hooks.hook_state import HookState
@@ -65,6 +66,7 @@ class Backward:
         self.calls = [0] * n_parameters  # of each parameter's autograd hook, with a static graph
         self.delay = EndCallback()  # `_delay_all_reduce`
         self.n_launched = 0  # buckets, skipped ones included
+        self.marks: list[tuple[int, ...]] | None = None  # `ModelWatch.marks` of a backward that was about to begin
         self.skipped: set[int] = set()  # positions of the buckets that are not reduced: no parameter of them is used
         # None before the launch, and if not reduced.
         self.futures: list[Future[Any] | Handle | None] = [None] * len(buckets)
@@ -125,6 +127,7 @@ class Reducer:
         find_unused_parameters: whether a backward may leave parameters without a gradient. A parameter that no rank has
             a gradient for keeps its ``.grad``.
         skip_unused: whether to skip buckets without any used parameter. All ranks must agree on it.
+        is_in_no_sync: tells whether gradients are to stay on this rank at present.
     """
 
     def __init__(
@@ -138,6 +141,7 @@ class Reducer:
         *,
         find_unused_parameters: bool,
         skip_unused: bool,
+        is_in_no_sync: Callable[[], bool],
     ) -> None:
         self.exchange, self.hook, self.options = exchange, hook, options
         self._default_hook = hook
@@ -153,6 +157,8 @@ class Reducer:
         # divide by that number.
         self._live_ranks: tuple[dist.Work, bool] | None = None
         self.forward_is_running = False
+        self.is_local = False  # whether a forward under no_sync has come after the latest preparation of a backward
+        self._is_in_no_sync, self._has_warned_of_local = is_in_no_sync, False
         self._post_backward_futures: list[Future[Any]] = []  # awaited at the end of the backward
         self.static_calls: list[int] | None = None  # per autograd hook, in the first backward of a static graph
         self.unused: list[int] = []  # parameters without a gradient in the last backward, or in a static graph
@@ -233,10 +239,17 @@ class Reducer:
 
     @torch_internals.not_compiled
     def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
-        """Prepare for the backward from ``outputs``; only ``find_unused_parameters`` reads them."""
+        """Prepare for the backward from ``outputs``; only ``find_unused_parameters`` reads them.
+
+        DistributedDataParallel calls it at the end of a forward. A pipeline schedule makes its forwards under no_sync,
+        and calls it before the last backward of a step.
+        """
         self._check_reducer_finalized()
         self._begin(Phase.PREPARED)
-        self.forward_is_running = False
+        self._watch.begin_backward()
+        if not self.forward_is_running:
+            self._backward.marks = self._watch.marks()
+        self.forward_is_running = self.is_local = False
         if self.find_unused_parameters and not self.static_graph:
             nodes = self._autograd_hooks.nodes
             if self._upcast_stream is not None:  # with mixed precision, each forward creates new ones
@@ -252,6 +265,15 @@ class Reducer:
         if self._backward.phase is Phase.AGAIN:
             self._leave("a further backward pass of a synchronized forward pass raised an exception")
             self.exchange.connections.check()
+        if self._backward.phase is Phase.PREPARED and self._backward.marks not in (None, self._watch.marks()):
+            self._leave_and_raise(
+                "The last backward pass was prepared for the average and has changed gradients, but none of them came "
+                "through autograd's hooks: they are this rank's own, and an optimizer may have applied them. Pipeline "
+                "schedules that split the backward pass, such as zero-bubble ones, compute the gradients of weights "
+                "with torch.autograd.grad, which no DistributedDataParallel averages. Use a schedule with whole "
+                "backward passes, such as Schedule1F1B or ScheduleInterleaved1F1B, or replicate or fully_shard with "
+                "gradwire.attach in place of DistributedDataParallel."
+            )
         if self._backward.phase is not Phase.REDUCING:
             return
         for index in self._autograd_hooks.recorded:  # parameters of buckets that never became complete
@@ -269,6 +291,7 @@ class Reducer:
     @torch_internals.not_compiled
     def watch_outputs(self, output: object, is_synchronized: bool) -> None:
         """Notice the first backward of a static graph, and further ones of a synchronized forward, by their outputs."""
+        self.is_local |= not is_synchronized
         if is_synchronized or (self.static_graph and self.static_calls is None):
             for tensor in torch_internals.tensors_in(output):
                 if tensor.grad_fn is not None:
@@ -304,7 +327,9 @@ class Reducer:
                     is_first_guess = backward.expected_in != backward.n_launched
                     hooks.expect(reversed(members) if is_first_guess else members, backward.ready)
                     backward.expected_in = backward.n_launched
-                elif not self.is_finalized_by_caller:
+                elif self.is_finalized_by_caller:
+                    self._watch.end_backward()
+                else:
                     queue_callback(self._finalize)
 
     def _becomes_ready(self, index: int, tracks_usage: bool) -> bool:
@@ -313,16 +338,38 @@ class Reducer:
             self._begin_again()
         backward = self._backward
         is_again = backward.phase is Phase.AGAIN
-        if (tracks_usage or is_again) and self.parameters[index].grad is not None:
-            backward.used.local[index] = 1  # also in no_sync, whose gradients the next reduction includes
+        if tracks_usage or is_again:
+            if self.parameters[index].grad is not None:
+                backward.used.local[index] = 1  # also in no_sync, whose gradients the next reduction includes
+            elif backward.phase is not Phase.DONE and index not in self._autograd_hooks.undefined:
+                self._leave_and_raise(stepped_early(f"The gradient of {self.options.names[index]} was removed"))
         if is_again:
             return False
-        if backward.phase is Phase.DONE or (self.static_graph and not self._is_last_call(index)):
+        if backward.phase is Phase.DONE:
+            if not (self.is_local or self._has_warned_of_local):
+                self._warn_of_local_gradient(index)
+            return False
+        if self.static_graph and not self._is_last_call(index):
             return False
         if backward.phase is Phase.PREPARED:
             self._begin_reduction(index)
         backward.ready_order.append(index)
         return True
+
+    def _warn_of_local_gradient(self, index: int) -> None:
+        """Warn once of a gradient that no backward of this wrapper averages, unless it is to stay on this rank."""
+        is_shared = any(index in indices for indices in self._shared_with.values())  # another wrapper averages it
+        has_failed = self.exchange.connections.failure is not None  # the rest of a backward that has raised
+        if is_shared or has_failed or self._is_in_no_sync():
+            return
+        self._has_warned_of_local = True
+        warnings.warn(
+            f"A backward pass has added this rank's own gradients to {self.options.names[index]}, and perhaps to other "
+            "parameters: its forward pass did not go through the DistributedDataParallel, as in model.module(x). They "
+            "are averaged only if a later backward pass of the wrapper adds to them. Call the wrapper, model(x). If "
+            "gradients are to stay on their rank, compute them under model.no_sync(), without this warning.",
+            stacklevel=2,
+        )
 
     def _is_last_call(self, index: int) -> bool:
         """With a static graph, count a call of a parameter's autograd hook; returns whether it is the last."""
@@ -351,6 +398,7 @@ class Reducer:
             )
         earlier, used = self._backward, UsedParameters(len(self.parameters), self.exchange.device)
         self._backward = Backward(self.buckets, Phase.AGAIN, may_leave_out=True, used=used)
+        self._watch.begin_backward()
         self._backward.follower = earlier.follower
         self._backward.ready_order = earlier.ready_order  # for the rebuild of the buckets
 
@@ -362,7 +410,9 @@ class Reducer:
         self._start_exchange()
         with self._lock:
             self._mark_ready(range(len(self.parameters)))
-        if not self.is_finalized_by_caller:
+        if self.is_finalized_by_caller:
+            self._watch.end_backward()
+        else:
             self._finalize()
 
     def _begin_reduction(self, first: int) -> None:
@@ -446,7 +496,10 @@ class Reducer:
                 if self._shared_with:
                     shared = set(chain.from_iterable(self._shared_with.values()))
                     positions = [k for k, i in enumerate(bucket.members) if i in shared]
-                future = bucket.launch(self.hook, self.exchange, backward.divisor, unused, positions, incoming)
+                none = self._autograd_hooks.undefined
+                undefined = [k for k, i in enumerate(bucket.members) if i in none] if none else ()
+                exchange, divisor = self.exchange, backward.divisor
+                future = bucket.launch(self.hook, exchange, divisor, unused, positions, incoming, undefined)
             if type(future) is not Handle and not isinstance(future, torch_internals.AnyFuture):
                 raise RuntimeError(errors.NO_FUTURE.format(kind=type(future)))
             backward.futures[index] = future
@@ -462,6 +515,8 @@ class Reducer:
         The gradients of delayed parameters are averaged while the buckets are in flight.
         """
         backward, connections = self._backward, self.exchange.connections
+        if (name := self._watch.find_stepped()) is not None:
+            self._leave_and_raise(stepped_early(f"{name} was changed"))
         if self._delayed is not None:
             with self.leaving("the all-reduce of the delayed parameters"), torch.no_grad():
                 self._all_reduce(self._delayed.collect().div_(backward.divisor))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from inspect import unwrap
 
 import torch
@@ -62,11 +64,21 @@ def aliased(gradients: Sequence[Tensor | None], incoming: Tensor | None = None) 
     AccumulateGrad makes ``.grad`` an alias of the gradient that comes in, if nothing else holds that tensor. But it may
     be a view of one that others read later: ``h + p.view(...)`` gives both h and p views of one gradient.
 
+    Where Python or PyTorch count references in an unknown way, these are all gradients; a warning says so once.
+
     Args:
         gradients: ``.grad`` of some parameters, dense.
         incoming: the gradient that has come in, while the hooks of its AccumulateGrad run: autograd holds it until they
             have returned, and with it the tensor that it is a view of.
     """
+    if OWN_BASE is None:
+        _warn_of_copies()
+        return [i for i, each in enumerate(gradients) if each is not None and each.layout == torch.strided]
+    return _shared_memory(gradients, incoming, OWN_BASE)
+
+
+def _shared_memory(gradients: Sequence[Tensor | None], incoming: Tensor | None, own_base: int) -> list[int]:
+    """`aliased`, by counting references to the storages of the gradients and to the base of ``incoming``."""
     is_dense = incoming is not None and incoming.layout == torch.strided  # it may be a sparse one of another bucket
     found, of_incoming = [], incoming.untyped_storage()._cdata if is_dense else None  # type: ignore[union-attr]
     for i, gradient in enumerate(gradients):
@@ -79,21 +91,47 @@ def aliased(gradients: Sequence[Tensor | None], incoming: Tensor | None = None) 
             assert incoming is not None
             base = incoming._base
             # Only ``incoming`` and its Python object hold the base, and nothing else holds that object.
-            is_base_theirs = base is not None and base._use_count() == 2 and sys.getrefcount(base) == _OWN_BASE  # type: ignore[attr-defined]
+            is_base_theirs = base is not None and base._use_count() == 2 and sys.getrefcount(base) == own_base  # type: ignore[attr-defined]
             expected = 1 + is_base_theirs
         if others != expected:
             found.append(i)
     return found
 
 
-def _count_of_own_base() -> int:
-    """``sys.getrefcount`` of a view's base without other references; depends on Python and PyTorch."""
-    view = torch.empty(2, 2, device="cpu").t()
+def count_of_own_base() -> int | None:
+    """``sys.getrefcount`` of a view's base without other references, which depends on Python and PyTorch.
+
+    None if `_shared_memory` is wrong with it about gradients like those of autograd: if references are not counted, or
+    not as before.
+    """
+    own, held, stolen = (torch.empty(4, device="cpu") for _ in range(3))
+    view = torch.empty(4, device="cpu").view(2, 2)
     base = view._base
-    return sys.getrefcount(base)
+    count = sys.getrefcount(base)
+    del base
+    others: list[Tensor | None] = [held.view(2, 2)]
+    grad_of_stolen, grad_of_view = stolen.detach(), view.detach()
+    found = [
+        _shared_memory(grads, incoming, count)
+        for grads, incoming in (([own, held], None), ([grad_of_stolen], stolen), ([grad_of_view], view))
+    ]
+    others += [stolen.view(2, 2), view._base]  # which another node of the graph may read
+    found += [_shared_memory([grad_of_stolen], stolen, count), _shared_memory([grad_of_view], view, count)]
+    return count if found == [[1], [], [], [0], [0]] else None
 
 
-_OWN_BASE = _count_of_own_base()
+OWN_BASE = count_of_own_base()
+
+
+@cache
+def _warn_of_copies() -> None:
+    versions = f"Python {sys.version.split()[0]} with torch {torch.__version__}"
+    warnings.warn(
+        f"{versions} counts references in a way that gradwire does not know, so it cannot tell whether autograd still "
+        "reads a gradient. All gradients are copied before they are averaged, which takes memory and time. Install a "
+        "newer gradwire, or versions that docs/compatibility.md lists as tested.",
+        stacklevel=3,
+    )
 
 
 def assign_buckets(

@@ -110,9 +110,8 @@ class ParameterGroup:
 
     def reduced_dtype(self) -> torch.dtype:
         """The dtype in which the gradients are expected to be reduced."""
-        first = next(iter(self.parameters.values()))
-        dtype: torch.dtype = first.mp_policy.reduce_dtype or first.mp_policy.param_dtype or first.sharded_param.dtype
-        return dtype
+        found = [each for each in self.parameters.values() if each.sharded_param.requires_grad]
+        return reduced_dtype([*found, *self.parameters.values()][0])
 
     def mean_weight(self) -> float:
         """The factor by which the mean gradient multiplies the sum of the tensors that all ranks reduce-scatter.
@@ -158,6 +157,17 @@ def parameter_groups(model: nn.Module) -> Iterator[ParameterGroup]:
 def gradient_dtype(parameter: Any) -> torch.dtype | None:
     """The dtype of a parameter's gradient: since PyTorch 2.15, it may differ from the parameter's. None: any dtype."""
     dtype: torch.dtype | None = getattr(parameter, "sharded_grad_dtype", parameter.sharded_param.dtype)
+    return dtype
+
+
+def reduced_dtype(parameter: Any) -> torch.dtype:
+    """The dtype in which FSDP2 is expected to reduce the gradient of its parameter ``parameter``."""
+    policy, own = parameter.mp_policy, parameter.sharded_param.dtype
+    # Since PyTorch 2.15, gradients without a `reduce_dtype` have the dtype that the sharded parameter's gradient has.
+    # FSDP2 answers by this property, but only after the first forward.
+    follows_gradient = hasattr(type(parameter), "unsharded_grad_dtype")
+    kept = gradient_dtype(parameter) if follows_gradient else None
+    dtype: torch.dtype = policy.reduce_dtype or kept or policy.param_dtype or own
     return dtype
 
 

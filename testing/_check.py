@@ -12,6 +12,7 @@ from typing import Any
 import hypothesis
 from hypothesis import strategies as st
 
+from gradwire.comm.forks import in_this_process
 from gradwire.testing import _laws
 from gradwire.testing._cases import GRADWIRE, PYTORCH, Case, Parameter, cases, poisoned_cases
 from gradwire.testing._laws import Violation
@@ -159,7 +160,7 @@ def check_laws(
 def _world(size: int) -> World:
     """The ranks, kept for later checks in this process."""
     world = World(size)
-    atexit.register(world.close)
+    atexit.register(in_this_process(world.close))
     return world
 
 

@@ -79,6 +79,26 @@ def test_script_without_ddp_is_told_so_and_keeps_its_exit_status(tmp_path, statu
     assert ("trained no model of torch.nn.parallel.DistributedDataParallel" in errors) == (status == 0)
 
 
+FORKING = """
+import os
+child = os.fork()
+if child:
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+elif {exits}:
+    raise SystemExit(5)
+"""
+
+
+@pytest.mark.parametrize("exits", [True, False])
+@pytest.mark.parametrize("options", [("--hook", "int4"), ("--collectives", "int8"), ("--advise",)], ids="-".join)
+def test_child_that_a_script_forks_ends_without_a_report(tmp_path, options, exits):
+    path = tmp_path / "train.py"
+    path.write_text(FORKING.format(exits=exits))
+    code, output, errors = call("-m", "gradwire.run", *options, str(path))
+    assert (code, output) == (int("--advise" in options), "5\n" if exits else "0\n")
+    assert errors.count("gradwire run: ") == 1
+
+
 def test_module_and_error_of_a_script_are_as_without_it(tmp_path, monkeypatch):
     (tmp_path / "training.py").write_text(
         "import sys\nprint(__name__, sys.argv[1:])\nraise ValueError('of the script')"

@@ -70,6 +70,20 @@ def test_hook_of_the_script_wins():
     assert "not used" in run_report.report(made)
 
 
+@on_ranks(2)
+def test_models_of_one_class_have_numbers_in_the_report():
+    with run_compression.compressed("int8") as made:
+        models = [DistributedDataParallel(build(name)) for name in ("mlp", "conv", "mlp", "mlp")]
+        for steps, model in enumerate(models, 3):
+            train_steps(model, steps)
+        with pytest.warns(run_compression.HookReplacedWarning, match="on its Mlp 3, so"):
+            models[3].register_comm_hook(None, fp16_compress_hook)
+        fully_shard(last := torch.nn.Linear(8, 8))
+        last(torch.ones(2, 8))
+    heads = re.findall(r"gradwire run: int8 on (.+?), .* (\d+) steps", run_report.report(made))
+    assert heads == [("Mlp", "3"), ("ConvNet", "4"), ("Mlp 2", "5"), ("Mlp 3", "6"), ("FSDPLinear", "0")]
+
+
 def test_gradwires_class_and_later_wrappers_are_left_alone(world_of_one):
     with run_compression.compressed("int4") as made:
         gradwire.DistributedDataParallel(torch.nn.Linear(2, 2))

@@ -10,7 +10,7 @@ from torch import nn
 import gradwire
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
 from tests.support.ranks import from_all_ranks, on_ranks
-from tests.support.training import SMALL, build, error_of, train
+from tests.support.training import SMALL, build, error_of, train, train_steps
 
 DDP = gradwire.DistributedDataParallel
 
@@ -173,3 +173,88 @@ def test_bad_argument_is_refused_at_construction(bad):
     name, message = error_of(DDP, nn.Linear(2, 2), **arguments)
     assert name == kind
     assert message.startswith(text)
+
+
+class Codes(torch.Tensor):
+    """A quantized matrix: a tensor subclass without memory of its own, as quantization libraries have it."""
+
+    @staticmethod
+    def __new__(cls, codes, scale):
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32, device=codes.device)
+
+    def __init__(self, codes, scale):
+        self.codes, self.scale = codes, scale
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.detach.default:
+            return cls(args[0].codes, args[0].scale)
+        raise NotImplementedError(f"{function} of {cls.__name__}")
+
+
+class Tagged(torch.Tensor):
+    """A tensor subclass with memory of its own."""
+
+
+class Adapted(nn.Module):
+    """A frozen matrix of some class, with a trained adapter."""
+
+    def __init__(self, kind=Codes, seed=0):
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        codes = torch.randint(-8, 8, (4, 4), dtype=torch.int8, generator=generator)
+        values = 0.5 * codes.float()
+        frozen = {Codes: lambda: Codes(codes, 0.5), Tagged: lambda: values.as_subclass(Tagged), None: lambda: values}
+        self.base = nn.Parameter(frozen[kind](), requires_grad=False)
+        self.adapter = nn.Parameter(torch.randn(4, 4, generator=generator))
+
+    def forward(self, x):
+        base = self.base.codes * self.base.scale if isinstance(self.base, Codes) else self.base
+        return (x @ (base + self.adapter)).square().sum()
+
+    def batch(self, generator):
+        return (torch.randn(3, 4, generator=generator),)
+
+
+def adapted(remedy, **options):
+    module = Adapted()
+    if remedy == "ignored":
+        module._ddp_params_and_buffers_to_ignore = ["base"]
+    else:
+        options["init_sync"] = False
+    return DDP(module, process_group=dist.new_group(), **options)
+
+
+@on_ranks(2, 3)
+def test_frozen_parameter_without_memory_of_its_own_raises_with_the_remedies():
+    kind, message = error_of(lambda: DDP(Adapted()))
+    assert kind == "NotImplementedError"
+    assert message.startswith(f"base cannot be copied from rank 0: it is a {Codes.__module__}.Codes, which has no ")
+    assert "module._ddp_params_and_buffers_to_ignore" in message and "init_sync=False" in message
+
+
+@pytest.mark.parametrize("options", [{}, {"check_every": 1}], ids=["plain", "check_every"])
+@pytest.mark.parametrize("remedy", ["ignored", "init_sync"])
+@on_ranks(2, 3)
+def test_remedies_for_a_frozen_parameter_without_memory_of_its_own_work(remedy, options):
+    ddp = adapted(remedy, **options)
+    seen = train_steps(ddp, 3)
+    assert_same_bits(seen, train_steps(DDP(Adapted(None)), 3))
+    ddp.resynchronize(from_rank=0)
+    assert_same_bits(train_steps(ddp, 3), seen)
+
+
+@on_ranks(2, 3)
+def test_parameter_without_memory_of_its_own_on_one_rank_raises_on_all():
+    last = dist.get_rank() == dist.get_world_size() - 1
+    kind, message = error_of(lambda: DDP(Adapted(Codes if last else None), process_group=dist.new_group()))
+    assert kind == "RuntimeError"
+    assert "parameters without memory of their own" in message and "['base']" in message
+
+
+@on_ranks(2)
+def test_frozen_parameter_of_a_subclass_with_memory_is_copied():
+    ddp = DDP(Adapted(Tagged, seed=dist.get_rank()))
+    assert type(ddp.module.base) is Tagged
+    assert_same_bits(ddp.module.base.as_subclass(torch.Tensor), Adapted(None).base.data)
+    assert_same_on_all_ranks(from_all_ranks(train_steps(ddp)))

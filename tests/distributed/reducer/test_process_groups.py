@@ -10,8 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import gradwire
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
 from tests.support.harness import open_sockets
+from tests.support.ranks import on_ranks, signals
 from tests.support.states import START, STATES, Ledger, Training, errors_of
 from tests.support.training import WRAPPERS, build, gradients, message_of, train_steps, wrapped
 from tests.support.worker import leave_group
@@ -120,6 +122,44 @@ def test_process_group_destroyed_on_one_rank_raises_on_all(worlds, hook):
     assert all("The process group was destroyed" in text for text in here.value)
     assert "The process group was destroyed on rank 0" in peer.value[0]
     assert "resynchronize()" in peer.value[1]
+
+
+class Forwarding(dist.ProcessGroup):
+    """A process group in Python, which passes its collectives on to a gloo group."""
+
+    def __init__(self, store, rank, size, timeout):
+        super().__init__(rank, size)
+        self.gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+
+    def getBackendName(self):
+        return "forwarding"
+
+    def allreduce(self, tensors, options=None):
+        return self.gloo.allreduce(tensors, options or dist.AllreduceOptions())
+
+    def allgather(self, gathered, tensors, options=None):
+        return self.gloo.allgather(gathered, tensors)
+
+    def broadcast(self, tensors, options=None):
+        return self.gloo.broadcast(tensors, options or dist.BroadcastOptions())
+
+
+@on_ranks(2, 3)
+def test_process_group_in_python_is_refused_as_unknown_and_averages_once_it_is_registered():
+    store = signals("a group in Python")
+    unknown = Forwarding(store, dist.get_rank(), dist.get_world_size(), timedelta(minutes=1))
+    for use in (
+        lambda: wrapped(group=unknown),
+        lambda: train_steps(wrapped("pytorch", group=unknown, hook="fp16")),
+        lambda: gradwire.collectives.all_reduce(torch.ones(8), group=unknown, wire="int8"),
+    ):
+        message = message_of(use)
+        assert message.startswith("torch.distributed does not know this process group, a Forwarding, ")
+        assert "new_group(backend=...)" in message and "destroyed" not in message
+    dist.Backend.register_backend("forwarding", Forwarding, devices=["cpu"])
+    group = dist.new_group(backend="forwarding")
+    assert type(group) is Forwarding
+    assert_same_bits(train_steps(wrapped(group=group), 3), train_steps(wrapped(), 3))
 
 
 # --- another process group after some steps

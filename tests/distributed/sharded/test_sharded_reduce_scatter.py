@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import checkpoint
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import gradwire
 from gradwire.hooks.default_hooks import bf16_compress_hook
@@ -153,18 +153,83 @@ def test_gradients_of_several_dtypes_in_a_parameter_group_are_sent_in_16_bits():
         attachment.load_state_dict(saved)
 
 
-@pytest.mark.parametrize("feature", ["plain", "fp16"])
+# Without a `reduce_dtype`, PyTorch reduces in `param_dtype` up to 2.14, and since 2.15 in the dtype of the parameters.
+WITHOUT_REDUCE_DTYPE = {
+    "none": {},
+    "fp16 parameters": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float16)},
+    "bf16 parameters": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
+    "frozen parameters of another dtype": {"prepare": lambda model: frozen_in_bf16(model.first)},
+}
+
+
+def frozen_in_bf16(layer):
+    layer.to(torch.bfloat16).requires_grad_(False)
+    layer.register_forward_pre_hook(lambda _, args: (args[0].bfloat16(),))
+    layer.register_forward_hook(lambda _, args, output: output.float())
+
+
+@pytest.mark.parametrize("policy", [*WITHOUT_REDUCE_DTYPE, "bf16 reduction", "bf16 wire", "fp16"])
+@on_ranks(4)
+def test_dtype_of_the_layouts_is_the_one_in_which_fsdp2_reduces(policy):
+    layers = () if policy.startswith("frozen") else ("first",)
+    model = sharded("fsdp", layers=layers, **(WITHOUT_REDUCE_DTYPE | FEATURES)[policy])
+    expected, found = [], []
+    for group in torch_internals.parameter_groups(model):
+        native, dtype = group.reduce_scatter, group.reduced_dtype()
+
+        def reduce(output_tensor, input_tensor, group, op, async_op=False, native=native, dtype=dtype):
+            expected.append(dtype)
+            found.append(input_tensor.dtype)
+            return native(output_tensor, input_tensor, group, op, async_op)
+
+        reduce.allocate = native.allocate
+        group.replace_reduce_scatter(mock.Mock(side_effect=reduce, allocate=native.allocate))
+    backward(model, 0)
+    assert expected == found
+    assert len(found) == 1 + len(layers)
+
+
+class LaterParameter:
+    """A parameter of FSDP2 as PyTorch 2.15 has it."""
+
+    def __init__(self, dtype, gradient_dtype, policy):
+        self.sharded_param, self.mp_policy = torch.empty(1, dtype=dtype), policy
+        self.sharded_grad_dtype = gradient_dtype
+
+    @property
+    def unsharded_grad_dtype(self):
+        """FSDP2's own answer, which it has from the first forward on."""
+        raise AttributeError("reduce_dtype")
+
+
+@pytest.mark.parametrize(
+    ("reduce_dtype", "gradient_dtype", "expected"),
+    [
+        (None, torch.float32, torch.float32),
+        (None, torch.bfloat16, torch.bfloat16),
+        (None, None, torch.float16),
+        (torch.bfloat16, torch.float32, torch.bfloat16),
+    ],
+)
+def test_reduced_dtype_of_later_releases_follows_the_gradient(reduce_dtype, gradient_dtype, expected):
+    policy = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=reduce_dtype)
+    later = LaterParameter(torch.float32, gradient_dtype, policy)
+    assert torch_internals.reduced_dtype(later) == expected
+
+
+@pytest.mark.parametrize("feature", ["plain", "fp16", "fp16 parameters"])
 @pytest.mark.parametrize(("saved_in", "loaded_in"), [("hsdp", "fsdp"), ("fsdp", "hsdp"), ("hsdp", "hsdp")])
 @on_ranks(4)
 def test_checkpoint_of_reduce_scatter_errors_loads_with_other_numbers_of_shards(saved_in, loaded_in, feature):
     options = ReduceScatterOptions(wire="int4", error_dtype=torch.float32)
-    first = sharded(saved_in, **FEATURES[feature])
+    features = (FEATURES | WITHOUT_REDUCE_DTYPE)[feature]
+    first = sharded(saved_in, **features)
     attachment = gradwire.attach(first, within=options)
     train(first, 3)
     saved = attachment.state_dict()
     path = shared_folder()
     checkpoint.save({"hook": saved}, checkpoint_id=path)
-    native, second = (sharded(loaded_in, **FEATURES[feature]) for _ in range(2))
+    native, second = (sharded(loaded_in, **features) for _ in range(2))
     again = gradwire.attach(second, within=options)
     loaded = {"hook": again.state_dict()}
     checkpoint.load(loaded, checkpoint_id=path)
@@ -179,7 +244,8 @@ def test_checkpoint_of_reduce_scatter_errors_loads_with_other_numbers_of_shards(
         applied = each.grad.full_tensor() - dict(native.named_parameters())[name].grad.full_tensor()
         total[name] = applied + rest[name].full_tensor() - exact[name]  # zero, if nothing is lost
     # fp16 gradients of both models are rounded after each of three operations, to 11 bits.
-    bound = 6 * 2**-12 * norm([each.grad.full_tensor() for each in native.parameters()]) if feature == "fp16" else 0
+    rounding = 0 if feature == "plain" else 6 * 2**-12
+    bound = rounding * norm([each.grad.full_tensor() for each in native.parameters()])
     assert norm(exact.values()) > 2 * bound
     assert norm(total.values()) <= bound + 1e-5 * norm(exact.values())
 
