@@ -14,7 +14,6 @@ Ranks with different options would sum unrelated numbers and drift apart without
 from __future__ import annotations
 
 import ctypes
-import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from hashlib import blake2b
@@ -27,8 +26,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from gradwire._version import __version__
 from gradwire.comm.connections import Connections, connections_of
-from gradwire.comm.rank_differences import format_differences, format_ranks
-from gradwire.comm.store_collectives import RanksMissing, collective_timeout, store_all_gather
+from gradwire.comm.rank_differences import format_ranks
+from gradwire.comm.store_collectives import RanksMissing, collective_timeout, differences_between_ranks
 from gradwire.comm.torch_internals import default_group, is_initialized_group
 from gradwire.hooks._bucket import Bucket
 from gradwire.hooks._decorators import is_gradwire_hook
@@ -193,10 +192,9 @@ def _compare_through_store(
     group: dist.ProcessGroup, facts: dict[str, str], again: bool, check: Callable[[], None]
 ) -> str:
     """The differences, one in a line; empty without any. Raises RuntimeError if a rank does not join."""
-    text = json.dumps(facts, sort_keys=True)
     timeout = min(AGAIN_TIMEOUT, collective_timeout(group) / 2) if again else collective_timeout(group)
     try:
-        digests = store_all_gather(group, _PURPOSE, digest(text), timeout, check, "" if again else _ON_SOME_RANKS)
+        return differences_between_ranks(group, _PURPOSE, facts, timeout, check, "" if again else _ON_SOME_RANKS)
     except RanksMissing as error:
         problem = (
             f"The state of {facts['hook']} was loaded, or an option was changed, on this rank but not on"
@@ -204,11 +202,6 @@ def _compare_through_store(
             else f"This rank runs {facts['hook']}, but no gradwire hook has started on"
         )
         raise RuntimeError(f"{problem} {format_ranks(error.ranks)} within {timeout}. {_UNCHANGED} {_REMEDY}") from error
-    if len(set(digests)) == 1:
-        return ""
-    purpose = f"{_PURPOSE}, after a mismatch"
-    facts_by_rank = [json.loads(each) for each in store_all_gather(group, purpose, text, check=check)]
-    return format_differences(facts_by_rank, dist.get_process_group_ranks(group))
 
 
 def _chosen_group(bucket: Bucket, chosen: dist.ProcessGroup) -> dist.ProcessGroup:

@@ -1,4 +1,4 @@
-"""`ModelWatch`: finds parameters that are replaced, added or unfrozen after the model was wrapped."""
+"""What changes in a model after it was wrapped: `ModelWatch` for parameters, `BufferWatch` for a first buffer."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ FORWARDS_BETWEEN_CHECKS = 64  # also after changes that bypass `nn.Module.regist
 _requires_grad = attrgetter("requires_grad")
 _registrations = count()
 _latest = -1  # number of the latest registration of a parameter or a submodule, in any module of this process
+_latest_buffer = -1  # likewise of a buffer or a submodule
 
 
 @cache
@@ -24,8 +25,14 @@ def _count_registrations() -> None:
         global _latest
         _latest = next(_registrations)
 
+    def counted_buffer(_: nn.Module, __: str, ___: Any) -> None:
+        global _latest_buffer
+        _latest_buffer = next(_registrations)
+
     modules.register_module_parameter_registration_hook(counted)
     modules.register_module_module_registration_hook(counted)
+    modules.register_module_module_registration_hook(counted_buffer)
+    modules.register_module_buffer_registration_hook(counted_buffer)
 
 
 class ModelWatch:
@@ -70,3 +77,16 @@ class ModelWatch:
                 return name
         self._remember()
         return None
+
+
+class BufferWatch:
+    """Notices that a model without buffers may have its first one."""
+
+    def __init__(self) -> None:
+        _count_registrations()
+        self._seen = _latest_buffer
+
+    def is_due(self) -> bool:
+        """Whether a buffer or a submodule was registered in this process since the last call."""
+        before, self._seen = self._seen, _latest_buffer
+        return before != self._seen

@@ -392,7 +392,7 @@ class Reducer:
                 if divides_by_count:
                     backward.divisor = n_live
             if self.drift is not None and n_live == exchange.process_group.size():
-                self.drift.begin(self.hook.state, exchange.n_passes, exchange.transport, exchange.device)
+                self.drift.begin(self.hook.state, exchange)
         except BaseException as error:
             self._leave_after(error, "the backward pass")
             raise
@@ -720,7 +720,7 @@ class Reducer:
         """Wait for the futures of `_install_post_backward_futures`."""
         futures, self._post_backward_futures = self._post_backward_futures, []
         for future in futures:
-            future.wait()
+            wait_for(future, self.exchange.connections.check_peers)
 
     def _run_allreduce_hook(self, bucket: ReducerBucket) -> Future[Tensor]:
         return self.exchange.transport.start_all_reduce(bucket.buffer())
