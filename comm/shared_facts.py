@@ -57,11 +57,15 @@ class SharedFacts:
         self._compared: tuple[int, ...] = ()  # place of the latest comparison
         self._is_comparing = threading.Lock()  # the worker thread of an executor may answer
 
-    def check(self, facts: object, place: tuple[int, ...]) -> None:
-        """Raise RuntimeError, on every rank, unless all ranks have the same facts at this place."""
+    def check(self, facts: object, place: tuple[int, ...] = ()) -> None:
+        """Raise RuntimeError, on every rank, unless all ranks have the same facts at this place.
+
+        By default, the number of calls is the place.
+        """
         connections = self.connections
         if self._generation != connections.generation:
             self._generation, self._compared, self.passed = connections.generation, (), ()
+        place = place or (sum(self.passed) + 1,)
         if facts is not self._agreed and facts != self._agreed:
             if connections.group.size() > 1:
                 connections.check()

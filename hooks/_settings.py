@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from gradwire.comm.connections import Connections
 from gradwire.comm.torch_internals import default_group, is_initialized_group
 from gradwire.compress._validation import check_whole_number
 from gradwire.hooks._bucket import Bucket
@@ -95,8 +96,15 @@ class HookSettings:
         """What the host decides about step ``number``: a recorded step serves those of the same variant."""
         return None
 
-    def _begin_bucket(self, position: int) -> None:
-        """Note that a bucket is launched. The buckets of a step come in order, but any may be skipped."""
+    def _begin_bucket(self, position: int) -> bool:
+        """Note that a bucket is launched; returns whether it begins a step, whose scale `_match_scale` then compares.
+
+        The buckets of a step come in order, but any may be skipped.
+        """
+        return False
+
+    def _match_scale(self, connections: Connections) -> None:
+        """Bring the error memory into the scale of the gradients; RuntimeError if the ranks' scales differ."""
 
     def _count_bucket(self, bucket: Bucket, memory: Any) -> None:
         """Note that a bucket with this memory has raised no error."""
