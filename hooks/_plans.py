@@ -109,7 +109,7 @@ class Plans:
             settings._match_scale(connections)
         settings._count_bucket(bucket, entry.token.memory)
         flight = executor.replay(entry.plan, work.result, partial(entry.refresh, work, number), is_in_hook)
-        if bucket.is_final:
+        if bucket.is_final or bucket.ends_late:
             executor.finish()
         return flight
 

@@ -25,6 +25,7 @@ from torch.futures import Future
 
 from gradwire.comm import Algorithm, Connections, GroupTransport, Transport, connections_of
 from gradwire.comm.store_collectives import RanksMissing, named_barrier
+from gradwire.comm.torch_internals import EndCallback
 from gradwire.compress import Step, cast_all_reduce
 from gradwire.compress._validation import MAX_COUNT, check_count, check_counts, check_entries, check_whole_number
 from gradwire.compress.memory import BucketMemory, Memory, MemoryByName
@@ -155,6 +156,7 @@ class HookState(HookSettings):
                         "without."
                     )
         self.steps = StepCount()
+        self._late_end = EndCallback()  # `_end_open_step`, at the end of a backward without a last bucket
         self._start = first_compressed_step(options)
         self._counts: dict[str, list[int]] = {}  # further numbers of a checkpoint by entry, equal on all ranks
         self._applied: dict[str, object] | None = None  # settings for which the buckets were made
@@ -219,7 +221,9 @@ class HookState(HookSettings):
                 parameter names that are not known.
             ValueError: the state belongs to another model, or its loaded memory does not fit the model.
         """
-        bucket = Bucket.of(bucket)
+        bucket = Bucket.of(bucket, self.bucket_order)
+        if bucket.ends_late:
+            self._late_end.queue(self._end_open_step)
         begins = self._begin_bucket(bucket.position)
         names = bucket.names or self.names.in_bucket(bucket, self._needs_names)
         connections = self.handshake.agree(self, bucket, self._process_group, names)
