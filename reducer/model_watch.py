@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from functools import cache
 from itertools import count
 from operator import attrgetter
@@ -43,10 +43,10 @@ class ModelWatch:
     than 1 us, and 0.03 us for each frozen parameter.
     """
 
-    def __init__(self, module: nn.Module, known: Collection[Tensor], ignored: Collection[str]) -> None:
+    def __init__(self, module: nn.Module, averaged: Sequence[Tensor], ignored: Collection[str]) -> None:
         _count_registrations()
-        self._module = module
-        self._known = set(known)  # kept alive: no other parameter may get the same id()
+        self._module, self._averaged = module, averaged
+        self._known = set(averaged)  # kept alive: no other parameter may get the same id()
         # Wrappers of submodules, such as checkpointing's, change names.
         self._known.update(parameter for name, parameter in module.named_parameters() if name in ignored)
         self._ignored = ignored
@@ -60,16 +60,29 @@ class ModelWatch:
             for name, parameter in self._module.named_parameters()
             if not parameter.requires_grad and name not in self._ignored
         ]
+        places: dict[Tensor, tuple[dict[str, Any], str]] = {}
+        for part in self._module.modules():
+            places |= {each: (part._parameters, key) for key, each in part._parameters.items() if each is not None}
+        # The dictionary of a module that has each averaged parameter, and its key there.
+        self._places = [places.get(each, ({}, "")) for each in self._averaged]
+
+    def is_due(self) -> bool:
+        """Count a forward; returns whether to call `find_unknown`."""
+        self._forwards += 1
+        return (
+            self._seen != _latest or self._forwards >= FORWARDS_BETWEEN_CHECKS or any(map(_requires_grad, self._frozen))
+        )
+
+    def are_replaced(self, indices: Iterable[int]) -> bool:
+        """Whether any of these averaged parameters is no longer where `find_unknown` has seen it: call it again."""
+        for index in indices:
+            table, key = self._places[index]
+            if table.get(key) is not self._averaged[index]:
+                return True
+        return False
 
     def find_unknown(self) -> str | None:
         """The name of a trainable parameter that is not averaged; None if there is none."""
-        self._forwards += 1
-        if (
-            self._seen == _latest
-            and self._forwards < FORWARDS_BETWEEN_CHECKS
-            and not any(map(_requires_grad, self._frozen))
-        ):
-            return None
         for name, parameter in self._module.named_parameters():
             # `torch.func.functional_call` replaces parameters by plain tensors.
             is_trained = parameter.requires_grad and isinstance(parameter, nn.Parameter)

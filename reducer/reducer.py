@@ -192,7 +192,30 @@ class Reducer:
         if self.forward_is_running:
             self._leave("the forward pass raised an exception")
             connections.check()
-        self._check_not_cast([0])
+        if self._watch.is_due():
+            self._check_model(range(len(self.parameters)))
+        else:
+            self._check_hooks([0])
+        self._live_ranks = None
+        self.exchange.begin_forward()
+        self.times.begin_forward()
+
+    def _check_hooks(self, indices: Sequence[int]) -> None:
+        """Raise RuntimeError if parameters were changed so that autograd drops their hooks: one was cast, or has
+        another gradient node, which only those among ``indices`` are asked for.
+        """
+        if self._upcast_stream is None and (index := self._autograd_hooks.find_lost(indices)) is not None:
+            self._leave_and_raise(
+                f"{self.options.names[index]} was cast to another dtype or moved to another device after the model was "
+                "wrapped, or its memory was replaced, as torch.nn.utils.parametrize does. Its gradients would not be "
+                "averaged. Wrap the model again, or change it before you wrap it."
+            )
+
+    def _check_model(self, indices: Sequence[int]) -> None:
+        """Raise RuntimeError if the model's trainable parameters are not those that are averaged, or have no hooks.
+
+        ``indices`` are the parameters whose hooks are checked.
+        """
         if (name := self._watch.find_unknown()) is not None:
             self._leave_and_raise(
                 f"{name} was replaced, added or unfrozen after the model was wrapped. Its gradients would not be "
@@ -200,17 +223,14 @@ class Reducer:
                 "keeps parameters. A parameter that each rank is to train by itself must be named in "
                 "module._ddp_params_and_buffers_to_ignore before you wrap the model."
             )
-        self._live_ranks = None
-        self.exchange.begin_forward()
-        self.times.begin_forward()
+        self._check_hooks(indices)
 
-    def _check_not_cast(self, indices: Sequence[int]) -> None:
-        """Raise RuntimeError if parameters were cast or moved after wrapping, so that autograd drops their hooks."""
-        if self._upcast_stream is None and (index := self._autograd_hooks.find_lost(indices)) is not None:
-            self._leave_and_raise(
-                f"{self.options.names[index]} was cast to another dtype or moved to another device after the model was "
-                "wrapped. Its gradients would no longer be averaged. Cast or move a model before you wrap it."
-            )
+    def _check_absent(self, indices: Sequence[int]) -> None:
+        """Raise RuntimeError if parameters without a gradient were replaced, or have lost their hooks."""
+        if self._watch.are_replaced(indices):
+            self._check_model(indices)
+        else:
+            self._check_hooks(indices)
 
     @torch_internals.not_compiled
     def _rebuild_buckets(self) -> bool:
@@ -242,7 +262,7 @@ class Reducer:
             if self._upcast_stream is not None:  # with mixed precision, each forward creates new ones
                 nodes = [torch_internals.gradient_node(parameter) for parameter in self.parameters]
             unused = find_unused(outputs, nodes)
-            self._check_not_cast(unused)
+            self._check_absent(unused)
             if self.times.iterations > 1:
                 self._graph_seems_static &= unused == self.unused
             self.unused = unused
@@ -374,8 +394,19 @@ class Reducer:
             calls = zip(self.static_calls, self._backward.calls, strict=True)
             not_deferred += [index for index, (expected, done) in enumerate(calls) if expected - done > 1]
         self._autograd_hooks.defer_others(not_deferred)
+        queue_callback(self._check_complete)
         if self.unused:
             self._mark_ready(self.unused)
+
+    def _check_complete(self) -> None:
+        """At the end of a backward: if parameters have no gradient, check that no other parameter has it.
+
+        A further backward may bring their gradients; else the next forward raises.
+        """
+        backward = self._backward
+        if backward.phase is Phase.REDUCING and backward.n_launched < len(self.buckets):
+            came = set(self._autograd_hooks.recorded)
+            self._check_absent([index for index in backward.missing if index not in came])
 
     def _start_exchange(self) -> None:
         exchange, backward = self.exchange, self._backward
@@ -645,7 +676,7 @@ class Reducer:
             return
         self.static_calls = self._backward.calls
         self.unused = [index for index, calls in enumerate(self.static_calls) if calls == 0]
-        self._check_not_cast(self.unused)
+        self._check_absent(self.unused)
         self._reduce_all()
 
     # Mixed precision.
