@@ -57,13 +57,14 @@ class Backward:
         self.phase, self.may_leave_out, self.used = phase, may_leave_out, used
         self.is_again = phase is Phase.AGAIN  # whether it is not the first of its forward
         self.follower = EndCallback()  # queued while a further backward of its forward runs
+        self.is_of_several = False  # whether it may belong to one of several forwards, with ``find_unused_parameters``
         self.divisor = 1  # of sums over ranks: the world size; in `join`, the number of ranks with inputs left
         self.ready = bytearray(n_parameters)  # 1 for each parameter whose gradient is ready
         self.ready_order: list[int] = []  # of parameters, as autograd completed their gradients; without unused ones
         self.n_pending = [len(bucket.members) for bucket in buckets]  # gradients that each bucket still waits for
         self.expected_in = -1  # position of the bucket of which a hook is not deferred, so that its end is noticed
         self.calls = [0] * n_parameters  # of each parameter's autograd hook, with a static graph
-        self.delay = EndCallback()  # `_delay_all_reduce`
+        self.delay = EndCallback()  # `_delay_all_reduce`, or `_complete` if it `is_of_several`
         self.n_launched = 0  # buckets, skipped ones included
         self.skipped: set[int] = set()  # positions of the buckets that are not reduced: no parameter of them is used
         # None before the launch, and if not reduced.
@@ -255,13 +256,17 @@ class Reducer:
     def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
         """Prepare for the backward from ``outputs``; only ``find_unused_parameters`` reads them."""
         self._check_reducer_finalized()
+        has_earlier = self._backward.phase is Phase.PREPARED  # a forward whose backward may come with this one's
         self._begin(Phase.PREPARED)
         self.forward_is_running = False
         if self.find_unused_parameters and not self.static_graph:
+            self._backward.is_of_several = has_earlier
             nodes = self._autograd_hooks.nodes
             if self._upcast_stream is not None:  # with mixed precision, each forward creates new ones
                 nodes = [torch_internals.gradient_node(parameter) for parameter in self.parameters]
             unused = find_unused(outputs, nodes)
+            if has_earlier:
+                unused = sorted({*unused} & {*self.unused})
             self._check_absent(unused)
             if self.times.iterations > 1:
                 self._graph_seems_static &= unused == self.unused
@@ -397,6 +402,17 @@ class Reducer:
         queue_callback(self._check_complete)
         if self.unused:
             self._mark_ready(self.unused)
+
+    def _complete(self) -> None:
+        """At the end of a backward of one of several forwards: parameters that only the others use are unused in it."""
+        self._on_gradients(None)
+        backward = self._backward
+        if backward.phase is Phase.REDUCING and (absent := backward.missing):
+            self._check_absent(absent)
+            with self._lock:
+                self._mark_ready(absent)
+            if not self.is_finalized_by_caller:
+                self._finalize()
 
     def _check_complete(self) -> None:
         """At the end of a backward: if parameters have no gradient, check that no other parameter has it.
@@ -821,5 +837,7 @@ def _make_output_hook(reference: weakref.ref[Reducer], is_synchronized: bool) ->
             if backward.phase is Phase.AGAIN and not backward.follower.is_queued:
                 reducer._check_reducer_finalized()  # raises: an earlier further backward has
             backward.follower.queue(reducer._end_of_further_backward)
+        elif is_synchronized and backward.is_of_several:
+            backward.delay.queue(reducer._complete)
 
     return hook

@@ -55,7 +55,10 @@ def replace_data(module):
 
 
 def rename(module):
-    module.register_buffer("renamed", module._buffers.pop("second"))
+    """In place: the layouts keep their order."""
+    buffers = {"renamed" if name == "second" else name: each for name, each in module._buffers.items()}
+    module._buffers.clear()
+    module._buffers.update(buffers)
 
 
 SECOND = "(2, 3) torch.float32 on cpu"
@@ -247,6 +250,22 @@ def test_buffers_changed_on_one_rank_raise_under_a_hook(hook):
     if dist.get_rank() == 1:
         module.second = torch.ones(5, 3)
     assert_differ(error_of(step, ddp), "second", SECOND, "(5, 3) torch.float32 on cpu", 1)
+
+
+@on_ranks(2, 3, limit=60)
+def test_rank_that_has_not_come_to_a_question_does_not_answer_it():
+    module = Cached(**caches())
+    ddp = DDP(module, process_group=dist.new_group())
+    for _ in range(2):
+        step(ddp)
+    connections, number = ddp.reducer.exchange.connections, ddp.reducer.exchange.buffers._number
+    if dist.get_rank() > 0:  # late: as if it still waited in the step before
+        connections._store.wait([f"{connections.generation}/{number}/asks"], timedelta(seconds=40))
+        connections.check_peers()
+    module.second = torch.full((5, 3), float(dist.get_rank()))
+    step(ddp)
+    assert_same_bits(module.second, torch.zeros(5, 3))
+    assert_trains(ddp, module)
 
 
 @on_ranks(3, limit=60)
