@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -49,13 +50,24 @@ class SharedFacts:
         describe: Callable[[Any], Mapping[str, str]],
         agreed: object = UNKNOWN,
     ) -> None:
-        self.connections = connections
+        self._connections = weakref.ref(connections)  # a hook's state may outlive the process group
         self._what, self._remedy, self._describe, self._agreed = what, remedy, describe, agreed
         self._number = connections.new_shared_facts(self)
         self._generation = connections.generation  # of the connections, in which places are counted
         self.passed: tuple[int, ...] = ()
         self._compared: tuple[int, ...] = ()  # place of the latest comparison
         self._is_comparing = threading.Lock()  # the worker thread of an executor may answer
+
+    @property
+    def connections(self) -> Connections:
+        """The connections, which the caller of a method has."""
+        connections = self._connections()
+        assert connections is not None
+        return connections
+
+    def belong_to(self, connections: Connections) -> bool:
+        """Whether these are facts of the ranks of ``connections``."""
+        return self._connections() is connections
 
     def check(self, facts: object, place: tuple[int, ...] = ()) -> None:
         """Raise RuntimeError, on every rank, unless all ranks have the same facts at this place.
@@ -77,9 +89,10 @@ class SharedFacts:
 
     def answer(self) -> None:
         """Take part in the comparison for which another rank asks, if there is one that this rank would miss."""
-        if self._agreed is UNKNOWN or self._generation != self.connections.generation:
+        connections = self.connections
+        if self._agreed is UNKNOWN or self._generation != connections.generation:
             return
-        text = self.connections.announced(self._number, "asks")
+        text = connections.announced(self._number, "asks")
         if text is None or not self._is_comparing.acquire(blocking=False):
             return
         try:
@@ -100,8 +113,9 @@ class SharedFacts:
                 connections.group, purpose, self._describe(facts), timeout, connections.check_peers
             )
         except RanksMissing as error:
+            changed = "" if agreed is UNKNOWN else ", which have changed"
             raise RuntimeError(
-                f"The {self._what} have changed on this rank, but {format_ranks(error.ranks)} did not compare "
+                f"This rank compares its {self._what}{changed}: {format_ranks(error.ranks)} did not compare "
                 f"{'its' if len(error.ranks) == 1 else 'their'} own within {timeout}. {self._remedy}"
             ) from error
         if lines:

@@ -173,7 +173,7 @@ class StateMemory:
             return
         scale = None if self.scaler is None else float(self.scaler.get_scale())
         if connections is not None:
-            if self._shared_scale is None or self._shared_scale.connections is not connections:
+            if self._shared_scale is None or not self._shared_scale.belong_to(connections):
                 self._shared_scale = SharedFacts(connections, "loss scales", _REMEDY, _describe_scale, agreed=None)
             self._shared_scale.check(scale)
         if scale is None:

@@ -388,7 +388,7 @@ def test_rank_that_gets_no_answer_raises_after_half_of_the_timeout():
             module.second = torch.ones(5, 3)
         kind, text = error_of(step, ddp)
     assert kind == "RuntimeError"
-    words = "The buffers have changed on this rank, but rank 0 did not compare its own within 0:00:04"
+    words = "This rank compares its buffers, which have changed: rank 0 did not compare its own within 0:00:04"
     assert words in text
     assert "module._ddp_params_and_buffers_to_ignore" in text
 
