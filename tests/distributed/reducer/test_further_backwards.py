@@ -197,6 +197,23 @@ def test_heads_with_find_unused_give_the_bits_of_a_static_graph(step, hook):
         assert_same_bits(*map(gradients, models))
 
 
+@pytest.mark.parametrize("first", ["local", "synchronized"])
+@on_ranks(2)
+def test_head_that_only_a_local_forward_uses_raises_in_a_joint_backward(first):
+    ddp, _ = pair(OPTIONS["unused"], None, Heads)
+
+    def losses():
+        for kind in ("local", "synchronized") if first == "local" else ("synchronized", "local"):
+            with ddp.no_sync() if kind == "local" else nullcontext():
+                yield ddp(torch.ones(5, 6), "left" if kind == "local" else "right")
+
+    kind, text = error_of(lambda: sum(losses()).backward())
+    assert kind == "RuntimeError"
+    assert text.startswith("Expected to mark a variable ready only once")
+    assert "name left." in text
+    assert "and outside of `no_sync()`" in text
+
+
 @on_ranks(2)
 def test_buckets_of_equal_heads_are_launched_during_the_backward():
     ddp, _ = pair(OPTIONS["unused"], None, Heads)
