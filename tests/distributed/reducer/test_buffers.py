@@ -313,26 +313,31 @@ def test_buffers_that_differ_raise_before_a_buffer_hook(location):
         assert "\n  second: (3, 3) torch.float32 on cpu on rank 0; (4, 3) torch.float32 on cpu on rank 1" in text, rank
 
 
-@pytest.mark.parametrize("change", ["while others train", "in its last forward", "on a rank that trains"])
+# The rank that changes a buffer in `join`, and after how many of its steps; rank r makes 2 + 2 r steps. None: all.
+IN_JOIN = {
+    "before others join": (-1, 0),
+    "in its last forward before it joins": (0, 2),
+    "after others have joined": (-1, 3),
+    "in the last forward of all": (-1, None),
+}
+
+
+@pytest.mark.parametrize("when", IN_JOIN)
 @on_ranks(2, 3, limit=60)
-def test_buffers_that_differ_in_join_raise_on_every_rank(change):
-    module = Cached(**caches())
-    ddp, rank = DDP(module, process_group=dist.new_group()), dist.get_rank()
-    last = dist.get_world_size() - 1
+def test_buffers_that_differ_in_join_raise_on_every_rank(when):
+    module, rank = Cached(**caches()), dist.get_rank()
+    ddp = DDP(module, process_group=dist.new_group())
+    place, number = IN_JOIN[when]
+    changed, n_steps = place % dist.get_world_size(), 2 + 2 * rank
 
     def train_on():
         with ddp.join():
-            for number in range(2 + 2 * rank):
-                if (change, rank, number) == ("in its last forward", 0, 1):
-                    ddp.register_forward_hook(lambda *_: set_second(torch.ones(5, 3))(module))
-                if (change, rank, number) == ("on a rank that trains", last, 3):
+            for i in range(n_steps + 1):
+                if rank == changed and i == (n_steps if number is None else number):
                     module.second = torch.ones(5, 3)
-                step(ddp)
+                if i < n_steps:
+                    step(ddp)
 
-    changed = last if change == "on a rank that trains" else 0
-    if change == "while others train":  # at the end of `join`, all take the buffers of the last rank
-        changed = last
-        ddp.register_forward_hook(lambda *_: set_second(torch.ones(5, 3))(module) if rank == last else None)
     assert_differ(error_of(train_on), "second", SECOND, "(5, 3) torch.float32 on cpu", changed)
 
 
