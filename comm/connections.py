@@ -18,6 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -93,6 +94,7 @@ class Connections:
         self._exchanging: weakref.WeakKeyDictionary[object, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._n_reducers = 0
         self._reducers: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()  # by number
+        self._shared_facts: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # likewise
         self._is_connecting = threading.Lock()
         self._watches: list[Callable[[], None]] = []
 
@@ -201,6 +203,12 @@ class Connections:
             self._keys.pop(key, None)
         return self._n_reducers
 
+    def new_shared_facts(self, facts: object) -> int:
+        """A number as for a reducer. While this rank waits for others, ``facts.answer()`` is called."""
+        number = self.new_reducer(facts)
+        self._shared_facts[number] = facts
+        return number
+
     def begin_exchange(self, owner: object, thread: int) -> None:
         """Note that ``owner``, a reducer or a wrapper, exchanges in the current backward or in a forward, until
         `end_exchange`. ``thread`` called the forward.
@@ -252,11 +260,13 @@ class Connections:
         self._watches.append(check)
 
     def check_peers(self) -> None:
-        """Raise RuntimeError if another rank has left."""
+        """Raise RuntimeError if another rank has left. Answer ranks that ask for a comparison of `SharedFacts`."""
         for check in self._watches:
             check()
         if (reason := self.failure_elsewhere()) is not None:
             raise RuntimeError(f"{reason}\n{ADVICE}")
+        for facts in list(self._shared_facts.values()):
+            facts.answer()
 
     def check_alive(self) -> None:
         """Raise RuntimeError if a rank has exited, or has destroyed the process group: a restart would wait for it."""

@@ -15,16 +15,17 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import suppress
 from datetime import timedelta
+from hashlib import blake2b
 from operator import methodcaller
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from gradwire.comm.rank_differences import format_ranks
+from gradwire.comm.rank_differences import format_differences, format_ranks
 from gradwire.comm.torch_internals import PrefixStore, Store, can_delete_keys, device_timeouts, port_of, store_of_group
 
 DEFAULT_TIMEOUT = timedelta(minutes=2)
@@ -139,6 +140,28 @@ def gather_json(
 ) -> list[Any]:
     """Every rank's value, through the store. A collective call. ``check`` may raise to end the wait."""
     return list(map(json.loads, store_all_gather(group, purpose, json.dumps(value), check=check)))
+
+
+def differences_between_ranks(
+    group: dist.ProcessGroup,
+    purpose: str,
+    facts: Mapping[str, str],
+    timeout: timedelta | None = None,
+    check: Callable[[], None] = lambda: None,
+    hint: str = "",
+) -> str:
+    """One line for each of the facts that differs between ranks; empty if none does. A collective call.
+
+    The ranks exchange a digest of the facts, their order included; and the facts if these differ. See
+    `store_all_gather` for the arguments and errors.
+    """
+    text = json.dumps(facts)
+    digest = blake2b(text.encode(), digest_size=8).hexdigest()
+    if len(set(store_all_gather(group, purpose, digest, timeout, check, hint))) == 1:
+        return ""
+    texts = store_all_gather(group, f"{purpose}, after a mismatch", text, check=check)
+    by_rank, ranks = [json.loads(each) for each in texts], dist.get_process_group_ranks(group)
+    return format_differences(by_rank, ranks) or format_differences([{"order": ", ".join(f)} for f in by_rank], ranks)
 
 
 class StoreRequests:

@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from gradwire.comm import Algorithm, Transport
 from gradwire.comm.rank_differences import out_of_step
+from gradwire.comm.torch_internals import NO_BACKWARD, current_backward
 from gradwire.compress import Gradients
 from gradwire.kernels import SegmentTable, as_real, gradient_layout, layout_in_dtype
 
@@ -77,6 +78,8 @@ class Bucket:
         scale: multiplies the sum over the ranks; 0: by 1 / world size, for the mean.
         model_parameters: all parameters of the model that are averaged; None on PyTorch's DDP.
         divisor: number of ranks with inputs left, by which the default reduction divides; 0 if it is not known.
+        ends_late: whether the bucket is one of several that PyTorch's DDP launches in one callback at the end of the
+            backward, none of them as the last one; see `BucketOrder`.
         plans: the recorded steps of the bucket, a `gradwire.hooks._plans.Plans`; None if the hook's settings keep them.
     """
 
@@ -97,6 +100,7 @@ class Bucket:
     scale = 0.0
     model_parameters: Sequence[torch.Tensor] | None = None
     divisor = 0
+    ends_late = False
     plans: Any = None
 
     def explain_stamps(self, by_rank: Mapping[int, int]) -> str | None:
@@ -108,9 +112,14 @@ class Bucket:
         return algorithm()
 
     @staticmethod
-    def of(bucket: Any) -> "Bucket":
-        """The bucket itself if it is gradwire's, else a `TorchBucket`."""
-        return bucket if isinstance(bucket, Bucket) else TorchBucket(bucket)
+    def of(bucket: Any, order: "BucketOrder | None" = None) -> "Bucket":
+        """The bucket itself if it is gradwire's, else a `TorchBucket`, whose position ``order`` may correct."""
+        if isinstance(bucket, Bucket):
+            return bucket
+        adapted = TorchBucket(bucket)
+        if order is not None:
+            order.correct(adapted)
+        return adapted
 
     def parameters(self) -> list[torch.Tensor]:
         """The parameters, in the order of their gradients."""
@@ -154,6 +163,30 @@ class Bucket:
     def real_layouts(self) -> list[torch.Tensor]:
         """Real tensors with the shapes, strides, dtype and device of the gradients."""
         return [layout_in_dtype(as_real(gradient_layout(each)), self.dtype) for each in self.parameters()]
+
+
+class BucketOrder:
+    """The order of the buckets of PyTorch's DDP that call one hook with one state.
+
+    In its first step with ``static_graph``, the DDP launches all buckets, one for each dtype, in a callback at the end
+    of the backward. All have index 0, and of several, none is the last one.
+    """
+
+    def __init__(self) -> None:
+        self._backward = NO_BACKWARD  # in which the latest bucket with index 0 was launched
+        self._first: Callable[[], torch.Tensor | None] = lambda: None  # the first parameter of that bucket
+        self._n_later = 0  # buckets with index 0 after it
+
+    def correct(self, bucket: "TorchBucket") -> None:
+        """Give a bucket with index 0 the next position if it is not the first one in this backward."""
+        if bucket.position > 0 or bucket.is_final:
+            return
+        backward = current_backward()
+        if backward == NO_BACKWARD or backward != self._backward or self._first() is bucket.first:
+            self._backward, self._first, self._n_later = backward, weakref.ref(bucket.first), 0
+            return
+        self._n_later += 1
+        bucket.position, bucket.is_first, bucket.ends_late = self._n_later, False, True
 
 
 class OwnBucket(Bucket):

@@ -14,7 +14,6 @@ Ranks with different options would sum unrelated numbers and drift apart without
 from __future__ import annotations
 
 import ctypes
-import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from hashlib import blake2b
@@ -27,8 +26,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from gradwire._version import __version__
 from gradwire.comm.connections import Connections, connections_of
-from gradwire.comm.rank_differences import format_differences, format_ranks
-from gradwire.comm.store_collectives import RanksMissing, collective_timeout, store_all_gather
+from gradwire.comm.rank_differences import format_ranks
+from gradwire.comm.store_collectives import RanksMissing, collective_timeout, differences_between_ranks
 from gradwire.comm.torch_internals import default_group, is_initialized_group
 from gradwire.hooks._bucket import Bucket
 from gradwire.hooks._decorators import is_gradwire_hook
@@ -214,21 +213,15 @@ def _compare_through_store(
     group: dist.ProcessGroup, facts: dict[str, str], again: bool, check: Callable[[], None], words: Words
 ) -> str:
     """The differences, one in a line; empty without any. Raises RuntimeError if a rank does not join."""
-    text = json.dumps(facts, sort_keys=True)
     timeout = min(AGAIN_TIMEOUT, collective_timeout(group) / 2) if again else collective_timeout(group)
     try:
-        digests = store_all_gather(group, words.purpose, digest(text), timeout, check, "" if again else words.hint)
+        return differences_between_ranks(group, words.purpose, facts, timeout, check, "" if again else words.hint)
     except RanksMissing as error:
         problem = words.missing_again if again else words.missing
         problem = problem.format(
             rank=dist.get_rank(), what=facts["hook"], ranks=format_ranks(error.ranks), timeout=timeout
         )
         raise RuntimeError(f"{problem} {_UNCHANGED} {words.remedy}") from error
-    if len(set(digests)) == 1:
-        return ""
-    purpose = f"{words.purpose}, after a mismatch"
-    facts_by_rank = [json.loads(each) for each in store_all_gather(group, purpose, text, check=check)]
-    return format_differences(facts_by_rank, dist.get_process_group_ranks(group))
 
 
 def _chosen_group(bucket: Bucket, chosen: dist.ProcessGroup) -> dist.ProcessGroup:

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.comm import Task, executor_for
+from gradwire.comm import Connections, Task, executor_for
+from gradwire.comm.shared_facts import SharedFacts
 from gradwire.compress._validation import check_elements, check_memory_shape, check_range, checked_tensors
 from gradwire.compress.memory import BucketMemory, Memory, MemoryByName
 from gradwire.hooks._bucket import Bucket
@@ -19,6 +20,16 @@ from gradwire.hooks._names import is_number, plain_name
 from gradwire.kernels import SegmentTable, as_real, gradient_layout, layout_in_dtype, memory_order
 
 ERRORS = "errors"  # the entry with error memory
+
+_REMEDY = (
+    "Gradients and errors of different scales would be added up. Load the state of the gradient scaler on every rank, "
+    "and call state.follow_scaler(scaler) on every rank. A rank without inputs left in join() does not update its "
+    "scaler: let it load that of a rank with inputs."
+)
+
+
+def _describe_scale(scale: float | None) -> dict[str, str]:
+    return {"scale": "none, because state.follow_scaler(scaler) was not called," if scale is None else repr(scale)}
 
 
 class Scaler(Protocol):
@@ -57,6 +68,7 @@ class StateMemory:
         self.is_loaded = False
         self.scaler: Scaler | None = None
         self._scale: float | None = None  # scale of the errors; None until `match_scale` reads it
+        self._shared_scale: SharedFacts | None = None  # the scale on which all ranks have agreed; None without a scaler
         self._n_loaded: dict[str, int] = {}  # tensors of the latest checkpoint, by entry
         self._fits_model = True  # whether the loaded memory was compared with the model
 
@@ -152,12 +164,21 @@ class StateMemory:
         self.scaler, self._scale = scaler, None
         self.match_scale()
 
-    def match_scale(self) -> None:
-        """Multiply all errors, also those that no step has used yet, if the scale has changed since the last call."""
-        if self.scaler is None:
+    def match_scale(self, connections: Connections | None = None) -> None:
+        """Multiply all errors, also those that no step has used yet, if the scale has changed since the last call.
+
+        With ``connections``, all ranks make this call: RuntimeError, on every rank, unless they have the same scale.
+        """
+        if ERRORS not in self.declared:
             return
-        scale, before = float(self.scaler.get_scale()), self._scale
-        self._scale = scale
+        scale = None if self.scaler is None else float(self.scaler.get_scale())
+        if connections is not None:
+            if self._shared_scale is None or not self._shared_scale.belong_to(connections):
+                self._shared_scale = SharedFacts(connections, "loss scales", _REMEDY, _describe_scale, agreed=None)
+            self._shared_scale.check(scale)
+        if scale is None:
+            return
+        before, self._scale = self._scale, scale
         if before is None or before == scale:
             return
         factor = scale / before if before else 0

@@ -105,11 +105,11 @@ class Plans:
         assert entry.plan is not None
         if not entry.plan.fits(work.source.tensors, work.target.tensors):
             return None
-        if not is_in_hook:
-            settings._begin_bucket(bucket.position)
+        if not is_in_hook and settings._begin_bucket(bucket.position):
+            settings._match_scale(connections)
         settings._count_bucket(bucket, entry.token.memory)
         flight = executor.replay(entry.plan, work.result, partial(entry.refresh, work, number), is_in_hook)
-        if bucket.is_final:
+        if bucket.is_final or bucket.ends_late:
             executor.finish()
         return flight
 

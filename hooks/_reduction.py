@@ -96,7 +96,7 @@ def reduce_bucket(
         future = executor.submit(task, plan)
     else:
         future = executor.submit(task)
-    if is_final:
+    if is_final or bucket.ends_late:
         executor.finish()
     return cast("Future[torch.Tensor]", future)
 
@@ -159,7 +159,7 @@ def quantized_reduction(
     settings: HookSettings,
 ) -> Future[torch.Tensor]:
     """Average a bucket in a format of `WIRE_FORMATS`, with sums in fp32 and without memory; see `QuantizationState`."""
-    adapted = Bucket.of(bucket)
+    adapted = Bucket.of(bucket, settings.bucket_order)
     connections = settings.handshake.agree(settings, adapted, process_group)
     if (future := replayed(settings, adapted, connections, quantized)) is not None:
         return future

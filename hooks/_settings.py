@@ -15,10 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from gradwire.comm.connections import Connections
 from gradwire.comm.forks import in_this_process
 from gradwire.comm.torch_internals import default_group, is_initialized_group
 from gradwire.compress._validation import check_whole_number
-from gradwire.hooks._bucket import Bucket
+from gradwire.hooks._bucket import Bucket, BucketOrder
 from gradwire.hooks._decorators import by_name, check_process_group, is_gradwire_hook, name_of
 from gradwire.hooks._handshake import Handshake, check_same_ranks
 from gradwire.hooks._memory import StateMemory
@@ -36,6 +37,7 @@ class HookSettings:
     Attributes:
         hook_name: name of the hook.
         handshake: the process groups that have agreed on the settings.
+        bucket_order: the order of the buckets of PyTorch's DDP.
         telemetry: the measurements, while the state is observed, or its errors are checked; else None.
         names: the names of parameters; None for a hook without memory, which may serve several models.
         memory: the memory by parameter name; None likewise.
@@ -53,6 +55,7 @@ class HookSettings:
     def __init__(self, hook: str, process_group: dist.ProcessGroup | None = None) -> None:
         self.hook_name = self._own_hook = hook  # the first is that of the latest call, if several hooks share a state
         self.handshake = Handshake()
+        self.bucket_order = BucketOrder()
         self.process_group = process_group
         self._plans = WeakIdKeyDictionary()  # of buckets that have none of their own, by their first parameter
 
@@ -96,8 +99,15 @@ class HookSettings:
         """What the host decides about step ``number``: a recorded step serves those of the same variant."""
         return None
 
-    def _begin_bucket(self, position: int) -> None:
-        """Note that a bucket is launched. The buckets of a step come in order, but any may be skipped."""
+    def _begin_bucket(self, position: int) -> bool:
+        """Note that a bucket is launched; returns whether it begins a step, whose scale `_match_scale` then compares.
+
+        The buckets of a step come in order, but any may be skipped.
+        """
+        return False
+
+    def _match_scale(self, connections: Connections) -> None:
+        """Bring the error memory into the scale of the gradients; RuntimeError if the ranks' scales differ."""
 
     def _count_bucket(self, bucket: Bucket, memory: Any) -> None:
         """Note that a bucket with this memory has raised no error."""

@@ -98,7 +98,7 @@ def _cast_hook(
         wire = "fp16" if dtype == torch.float16 else "bf16"
         return quantized_reduction(process_group, bucket, wire, _BLOCK_NUMEL, state.local_size, settings)
 
-    adapted = Bucket.of(bucket)
+    adapted = Bucket.of(bucket, settings.bucket_order)
     connections, telemetry = settings.handshake.agree(settings, adapted, process_group), settings.telemetry
     # All ranks measure, or none: the handshake compared it.
     if dtype is None and telemetry is None and not adapted.is_sparse and adapted.device.type == "cpu":

@@ -23,8 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from gradwire.comm import Algorithm, GroupTransport, Transport, connections_of
+from gradwire.comm import Algorithm, Connections, GroupTransport, Transport, connections_of
 from gradwire.comm.store_collectives import RanksMissing, named_barrier
+from gradwire.comm.torch_internals import EndCallback
 from gradwire.compress import Step, cast_all_reduce
 from gradwire.compress._validation import MAX_COUNT, check_count, check_counts, check_entries, check_whole_number
 from gradwire.compress.memory import BucketMemory, Memory, MemoryByName
@@ -155,6 +156,7 @@ class HookState(HookSettings):
                         "without."
                     )
         self.steps = StepCount()
+        self._late_end = EndCallback()  # `_end_open_step`, at the end of a backward without a last bucket
         self._start = first_compressed_step(options)
         self._counts: dict[str, list[int]] = {}  # further numbers of a checkpoint by entry, equal on all ranks
         self._applied: dict[str, object] | None = None  # settings for which the buckets were made
@@ -215,14 +217,18 @@ class HookState(HookSettings):
                 ``step.transport``, and writes the mean into ``step.results``, with the same bits on all ranks.
 
         Raises:
-            RuntimeError: the ranks have different hooks, options, step counts or memory, or options need parameter
-                names that are not known.
+            RuntimeError: the ranks have different hooks, options, step counts, memory or loss scales, or options need
+                parameter names that are not known.
             ValueError: the state belongs to another model, or its loaded memory does not fit the model.
         """
-        bucket = Bucket.of(bucket)
-        self._begin_bucket(bucket.position)
+        bucket = Bucket.of(bucket, self.bucket_order)
+        if bucket.ends_late:
+            self._late_end.queue(self._end_open_step)
+        begins = self._begin_bucket(bucket.position)
         names = bucket.names or self.names.in_bucket(bucket, self._needs_names)
         connections = self.handshake.agree(self, bucket, self._process_group, names)
+        if begins:
+            self._match_scale(connections)
         if (future := replayed(self, bucket, connections, algorithm, self.steps.ended)) is not None:
             return future
         if not self._patterns_match:
@@ -243,10 +249,14 @@ class HookState(HookSettings):
     def _variant(self, number: int) -> Hashable:
         return number >= self._start, self._is_checked(number)
 
-    def _begin_bucket(self, position: int) -> None:
+    def _begin_bucket(self, position: int) -> bool:
         self._prepared_checkpoint = None
-        if self.steps.begins(position):
+        if begins := self.steps.begins(position):
             self._begin_step()
+        return begins
+
+    def _match_scale(self, connections: Connections) -> None:
+        self.memory.match_scale(connections)
 
     def _count_bucket(self, bucket: Bucket, memory: Any) -> None:
         self.steps.is_open = True
@@ -267,8 +277,6 @@ class HookState(HookSettings):
 
     def _begin_step(self) -> None:
         self._end_open_step()
-        if self.memory.scaler is not None:
-            self.memory.match_scale()
         self._check_errors()
 
     def _is_checked(self, number: int) -> bool:
@@ -353,7 +361,8 @@ class HookState(HookSettings):
         a change of the scale by 2. With it, nothing is rounded if the factor is a power of two.
 
         The scale is read before the first bucket of each step. On a GPU, the host waits there for the forward pass, as
-        it does in ``scaler.step``.
+        it does in ``scaler.step``. If the scale has changed on any rank, the ranks compare theirs: if they differ, or
+        if some ranks follow no scaler, that step raises RuntimeError on every rank.
 
         Args:
             scaler: a ``torch.amp.GradScaler``, or another object with ``get_scale()``. It is not saved in checkpoints:
@@ -443,8 +452,9 @@ class HookState(HookSettings):
                 f"model.register_comm_hook(state, {self.hook_name}), or call state.bind(model), before it is saved or "
                 "loaded."
             )
-        named_barrier(group, f"{kind}.{call}", timeout, connections_of(group).check_peers)
-        self.memory.match_scale()
+        connections = connections_of(group)
+        named_barrier(group, f"{kind}.{call}", timeout, connections.check_peers)
+        self.memory.match_scale(connections)
         self._initialize(self.names.compressible())
         entries = {entry: self.memory.merged(entry) for entry in self.memory.declared}
         return {"iter": self.iter, **entries, **self._counts}

@@ -19,6 +19,7 @@ from torch.distributed.algorithms.join import JoinHook
 
 from gradwire.comm import GroupTransport
 from gradwire.comm.connections import connections_of
+from gradwire.comm.shared_facts import UNKNOWN
 from gradwire.compress._validation import check_whole_number
 from gradwire.hooks import default_hooks
 from gradwire.hooks._by_name import (
@@ -37,8 +38,15 @@ from gradwire.reducer.bucketing import BucketOptions
 from gradwire.reducer.drift import DriftCheck
 from gradwire.reducer.exchange import Exchange
 from gradwire.reducer.logger import Logger
-from gradwire.reducer.model_sync import begin_together, broadcast_coalesced, check_memory, has_own_memory, verify_model
-from gradwire.reducer.model_watch import ModelWatch
+from gradwire.reducer.model_sync import (
+    begin_together,
+    broadcast_coalesced,
+    check_memory,
+    has_own_memory,
+    layouts_of,
+    verify_model,
+)
+from gradwire.reducer.model_watch import BufferWatch, ModelWatch
 from gradwire.reducer.recovery import resynchronize
 from gradwire.reducer.reducer import Reducer
 from gradwire.reducer.wrappers import check_no_wrapper_inside, check_not_nested, link_sharing_wrappers
@@ -295,15 +303,15 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
                 it differs between ranks, restart from a checkpoint.
 
         Raises:
-            RuntimeError: on every rank, if the parameters differ and ``from_rank`` is None; if some ranks have issued
+            RuntimeError: on every rank, if the parameters differ and ``from_rank`` is None; if with ``from_rank`` the
+                names, shapes or dtypes of parameters or buffers differ; if some ranks have issued
                 collectives on the process group itself that others have not (by NCCL, or by a hook that is not
                 gradwire's), which needs a new process group or a restart; or if some ranks do not make this call
                 within the process group's timeout.
             ValueError: on every rank, if ``from_rank`` is not a rank or differs between ranks.
         """
         parameters = _replicated(self.module, self.parameters_to_ignore, set(self._delay_all_reduce_params))
-        buffers = list(self._buffers_in_use().values())
-        resynchronize(self.reducer, parameters, buffers, from_rank, self.broadcast_bucket_size)
+        resynchronize(self.reducer, parameters, self._buffers_in_use(), from_rank, self.broadcast_bucket_size)
 
     # The private methods of PyTorch's class that behave differently with gradwire's reducer.
 
@@ -315,8 +323,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         static_graph: bool,
     ) -> None:
         """Create gradwire's reducer and logger instead of PyTorch's; called by the constructor and by unpickling."""
-        if self._syncs_at_init:
-            self._syncs_at_init = False
+        has_compared, self._syncs_at_init = self._syncs_at_init, False
+        if has_compared:
             _verify_construction(self, parameters)
             buffers = self._buffers_in_use() if self._syncs_buffers_at_init else {}
             check_memory(self._parameters_in_use() | buffers)
@@ -326,7 +334,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         if self.mixed_precision is not None:
             for index, parameter in enumerate(parameters):
                 parameter._idx = index  # type: ignore[attr-defined]  # PyTorch's class passes it to `_autograd_hook`
-        self.reducer = _make_reducer(self, parameters, expect_sparse_gradient, static_graph)
+        self.reducer = _make_reducer(self, parameters, expect_sparse_gradient, static_graph, has_compared)
+        self._buffer_watch = BufferWatch()
         has_sync_bn = any(isinstance(part, nn.SyncBatchNorm) for part in self.module.modules())
         self.logger = Logger(
             self.reducer,
@@ -380,6 +389,63 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     def _buffers_in_use(self) -> dict[str, Tensor]:
         return {name: b for name, b in self.module.named_buffers() if name not in self.parameters_to_ignore}
+
+    # Buffers: compared with the other ranks' once they change, then synchronized. PyTorch's class compares nothing, and
+    # does not see the first buffer of a model that had none.
+
+    def _check_sync_bufs_pre_fwd(self) -> bool:
+        """Whether to synchronize the buffers before this forward; RuntimeError unless all ranks have the same ones."""
+        return not self._has_post_forward_buffer_hook() and self._compare_buffers()
+
+    def _check_sync_bufs_post_fwd(self) -> bool:
+        """Whether to synchronize the buffers after this forward; RuntimeError unless all ranks have the same ones."""
+        return self._has_post_forward_buffer_hook() and self._compare_buffers()
+
+    def _has_post_forward_buffer_hook(self) -> bool:
+        hook = getattr(self, "buffer_hook", None)
+        return hook is not None and hook.buffer_comm_hook_location is torch_internals.POST_FORWARD
+
+    @torch_internals.not_compiled
+    def _compare_buffers(self) -> bool:
+        """Whether this forward synchronizes buffers; RuntimeError, on every rank, unless all have the same ones."""
+        if not (self.require_forward_param_sync and self.broadcast_buffers):
+            return False
+        if self.modules_buffers or self._buffer_watch.is_due():
+            self._assign_modules_buffers()  # type: ignore[no-untyped-call]
+        with self.reducer.leaving("the comparison of buffers"):
+            self.reducer.exchange.compare_buffers(self.named_module_buffers)
+        return bool(self.modules_buffers)
+
+    def _sync_buffers(self) -> None:
+        """Synchronize the buffers that `_compare_buffers` has found."""
+        with torch.no_grad(), torch_internals.keeping_versions(tuple(self.modules_buffers)):
+            joins = self._join_config.enable
+            source = self._find_common_rank(self._distributed_rank, True) if joins else 0
+            self._sync_module_buffers(source)  # type: ignore[no-untyped-call]
+
+    def _find_common_rank(self, rank: int, is_candidate: bool) -> int:
+        """In `join`: the largest of the candidates' ranks. A collective call."""
+        return self._start_maximum(rank if is_candidate else -1)()
+
+    def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> bool | None:
+        """In `join`: tell joined ranks whether this backward averages gradients; on those, return it."""
+        wait = self._start_maximum(not is_joined_rank and self.require_backward_grad_sync)
+        return bool(wait()) if is_joined_rank else None
+
+    def _start_maximum(self, value: int) -> Callable[[], int]:
+        """Start a maximum over the ranks; returns the function that waits for it, unless another rank leaves."""
+        exchange, leaving = self.reducer.exchange, partial(self.reducer.leaving, "a forward pass in join()")
+        with leaving():
+            found = torch.tensor([int(value)], device=self.device)
+            transport = exchange.connect().transport("forward", exchange.device)
+            wait = transport.launch(transport.all_reduce_max(found))
+
+        def result() -> int:
+            with leaving():
+                wait(exchange.announce_forward)
+            return int(found)
+
+        return result
 
     def __getstate__(self) -> dict[str, Any]:
         if self.mixed_precision is not None:
@@ -533,6 +599,9 @@ class JoinedRank(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         """Take the parameters and buffers of a rank that was among the last with inputs."""
         ddp = self._ddp
+        if ddp.broadcast_buffers:
+            with ddp.reducer.leaving("the end of join()"):
+                ddp.reducer.exchange.compare_buffers(ddp._buffers_in_use())
         ddp._sync_final_model(is_last_joiner)
         if delayed := [p.detach() for p in ddp._delay_all_reduce_params]:  # which PyTorch's class ignores
             transport = ddp.reducer.exchange.transport
@@ -550,7 +619,7 @@ def _bucket_limits(ddp: DistributedDataParallel, static_graph: bool) -> tuple[li
 
 
 def _make_reducer(
-    ddp: DistributedDataParallel, parameters: list[Tensor], sparse: list[bool], static_graph: bool
+    ddp: DistributedDataParallel, parameters: list[Tensor], sparse: list[bool], static_graph: bool, has_compared: bool
 ) -> Reducer:
     names = {parameter: name for name, parameter in ddp.module.named_parameters()}
     first_limits, rebuilt_limits = _bucket_limits(ddp, static_graph)
@@ -564,7 +633,8 @@ def _make_reducer(
         gradient_as_bucket_view=ddp.gradient_as_bucket_view and ddp.mixed_precision is None,
         frees_buffers=ddp.lazy_bucket_allocation,
     )
-    exchange = Exchange(ddp.process_group, parameters[0].device)
+    buffers = layouts_of(ddp.named_module_buffers) if has_compared and ddp.broadcast_buffers else UNKNOWN
+    exchange = Exchange(ddp.process_group, parameters[0].device, buffers)
     delayed = ddp._delay_all_reduce_params
     replicated = partial(_replicated, ddp.module, ddp.parameters_to_ignore, set(delayed))
     return Reducer(

@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.comm import GroupTransport
 from gradwire.comm.rank_differences import MAX_SHOWN, format_differences, out_of_step
 from gradwire.comm.store_collectives import gather_json
 from gradwire.hooks._handshake import digest
 from gradwire.hooks.hook_state import HookState
 from gradwire.kernels import as_real, is_capturing
 from gradwire.reducer import torch_internals
+from gradwire.reducer.exchange import Exchange
 
 WORDS_AT_ONCE = 1 << 19  # a checksum takes up to 16 bytes of temporary memory for each of them
 HOOK_STATE = "hook state"
@@ -90,17 +90,22 @@ class DriftCheck:
         """Note the buffers for the next backward, if it compares: the forward will change them on each rank."""
         self._buffers = {f"buffer {name}": checksum(each) for name, each in buffers.items()} if self._is_due else {}
 
-    def begin(self, hook_state: object, n_passes: int, transport: GroupTransport, device: torch.device) -> None:
+    def begin(self, hook_state: object, exchange: Exchange) -> None:
         """Count a backward, and start the comparison if it is due. A collective call.
 
-        A backward that is captured in a CUDA graph only counts. ``n_passes``: `Exchange.n_passes`, compared too.
+        A backward that is captured in a CUDA graph only counts. `Exchange.n_passes` is compared, too.
+
+        Raises:
+            RuntimeError: on every rank, if the ranks have tensors of other names.
         """
+        device, transport = exchange.device, exchange.transport
         is_due = self._is_due
         self._n_backwards += 1
         if not is_due or is_capturing(device):
             return
         sums = {f"parameter {name}": checksum(each) for name, each in self._parameters().items()} | self._buffers
-        sums[PASSES] = torch.tensor(n_passes)
+        exchange.compare_names(list(sums))
+        sums[PASSES] = torch.tensor(exchange.n_passes)
         sums = {name: each.to(device) for name, each in sums.items()}
         state_sums: dict[str, Tensor] = {}
         if isinstance(hook_state, HookState):

@@ -43,7 +43,8 @@ MARKED_TWICE = (
     "Parameter at index {index} with name {name} has been marked as ready twice. This means "
     "that multiple autograd engine  hooks have fired for this particular parameter during this iteration.\n"
     "Another possible reason: `find_unused_parameters=True` did not find the parameter in the graph of the outputs "
-    "of `forward`, from which the loss must be computed."
+    "of `forward`, from which the loss must be computed, and outside of `no_sync()`. Without that option, several "
+    "forward passes must use the same parameters if each has a backward pass of its own."
 )
 # With a static graph, a parameter got more gradients than in the first backward.
 GRAPH_CHANGED = (

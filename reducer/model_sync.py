@@ -15,9 +15,23 @@ from gradwire.comm.connections import Connections
 from gradwire.comm.rank_differences import MAX_SHOWN, format_differences
 from gradwire.comm.store_collectives import gather_json
 from gradwire.hooks._handshake import digest
+from gradwire.hooks._names import plain_name
 from gradwire.reducer import torch_internals
 
 MAX_BROADCASTS_IN_FLIGHT = 2  # one message is sent while the next is packed
+
+# Name, shape, dtype and device of each of some tensors.
+Layouts = list[tuple[str, torch.Size, torch.dtype, torch.device]]
+
+
+def layouts_of(tensors: Mapping[str, Tensor]) -> Layouts:
+    """The layouts of tensors by name."""
+    return [(name, each.shape, each.dtype, each.device) for name, each in tensors.items()]
+
+
+def describe_layouts(layouts: Layouts) -> dict[str, str]:
+    """The layouts as facts that must be equal on all ranks for a broadcast, by plain name."""
+    return {plain_name(name): f"{tuple(shape)} {dtype} on {device.type}" for name, shape, dtype, device in layouts}
 
 
 def begin_together(connections: Connections) -> None:
@@ -39,22 +53,25 @@ def verify_model(
 ) -> None:
     """Raise RuntimeError, on every rank, unless all have the same model, as far as their collectives depend on it.
 
-    An all-gather of 16 bytes per rank, and of the full description if these differ. Parameters must agree in number,
-    shapes, strides and dtypes; frozen parameters and broadcast buffers in number, shapes, dtypes and device types.
+    An all-gather of 16 bytes per rank, and of the full description if these differ. Parameters must agree in names,
+    shapes, strides, dtypes and order; frozen parameters and broadcast buffers in names, shapes, dtypes, device types
+    and order.
     """
     layouts = [(list(p.shape), list(p.stride()), str(p.dtype)) for p in parameters.values()]
-    facts = {name: f"{tuple(each.shape)} {each.dtype} on {each.device.type}" for name, each in states.items()}
-    facts |= {name: str(value) for name, value in options.items()}
-    own = torch.tensor([len(layouts), int(digest((layouts, list(facts.values()))), 16) - 2**63], device=device)
+    facts = describe_layouts(layouts_of(states)) | {name: str(value) for name, value in options.items()}
+    names = list(map(plain_name, parameters))
+    own = torch.tensor([len(layouts), int(digest((layouts, names, list(facts.items()))), 16) - 2**63], device=device)
     digests = [torch.empty_like(own) for _ in range(group.size())]
     dist.all_gather(digests, own, group=group)
     if len({tuple(one.tolist()) for one in digests}) == 1:
         return
     by_rank: list[Any] = [None] * group.size()
-    dist.all_gather_object(by_rank, (list(zip(parameters, layouts, strict=True)), facts), group=group)
+    dist.all_gather_object(by_rank, (list(zip(names, layouts, strict=True)), facts), group=group)
     _raise_for_parameters([named_layouts for named_layouts, _ in by_rank], group.rank())
-    order = "\n  the order of frozen parameters and buffers"
-    lines = format_differences([facts for _, facts in by_rank], range(group.size())) or order
+    ranks = range(group.size())
+    lines = format_differences([facts for _, facts in by_rank], ranks) or format_differences(
+        [{"order of frozen parameters and buffers": ", ".join(facts)} for _, facts in by_rank], ranks
+    )
     raise RuntimeError(
         f"DDP expects same model across all ranks, but there are differences:{lines}\nBuild the same model on every "
         "rank, and wrap it with the same arguments and environment variables."
@@ -74,7 +91,12 @@ def _raise_for_parameters(lists: Sequence[Sequence[tuple[str, object]]], this: i
                 f"{', ...' * (len(alone) > MAX_SHOWN)}."
             )
     for rank, one in enumerate(lists):
-        for i, ((name, layout), (_, first)) in enumerate(zip(one, lists[0], strict=True)):
+        for i, ((name, layout), (first_name, first)) in enumerate(zip(one, lists[0], strict=True)):
+            if layout == first and name != first_name:
+                raise RuntimeError(
+                    f"DDP expects same model across all ranks, but params[{i}] is {name} on rank {rank} and "
+                    f"{first_name} in process 0. Build the same model on every rank, in the same order."
+                )
             if layout != first:
                 raise RuntimeError(
                     f"DDP expects same model across all ranks, but params[{i}], {name}, on rank {rank} with sizes, "

@@ -1,8 +1,8 @@
-"""`ModelWatch`: finds parameters that are replaced, added or unfrozen after the model was wrapped, or stepped early."""
+"""What changes in a model after it was wrapped: `ModelWatch` for parameters, `BufferWatch` for a first buffer."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import cache
 from itertools import count
 from operator import attrgetter
@@ -16,6 +16,7 @@ FORWARDS_BETWEEN_CHECKS = 64  # also after changes that bypass `nn.Module.regist
 _requires_grad = attrgetter("requires_grad")
 _registrations = count()
 _latest = -1  # number of the latest registration of a parameter or a submodule, in any module of this process
+_latest_buffer = -1  # likewise of a buffer or a submodule
 
 
 @cache
@@ -24,8 +25,14 @@ def _count_registrations() -> None:
         global _latest
         _latest = next(_registrations)
 
+    def counted_buffer(_: nn.Module, __: str, ___: Any) -> None:
+        global _latest_buffer
+        _latest_buffer = next(_registrations)
+
     modules.register_module_parameter_registration_hook(counted)
     modules.register_module_module_registration_hook(counted)
+    modules.register_module_module_registration_hook(counted_buffer)
+    modules.register_module_buffer_registration_hook(counted_buffer)
 
 
 class ModelWatch:
@@ -60,16 +67,29 @@ class ModelWatch:
             for name, parameter in self._module.named_parameters()
             if not parameter.requires_grad and name not in self._ignored
         ]
+        places: dict[Tensor, tuple[dict[str, Any], str]] = {}
+        for part in self._module.modules():
+            places |= {each: (part._parameters, key) for key, each in part._parameters.items() if each is not None}
+        # The dictionary of a module that has each averaged parameter, and its key there.
+        self._places = [places.get(each, ({}, "")) for each in self._averaged]
+
+    def is_due(self) -> bool:
+        """Count a forward; returns whether to call `find_unknown`."""
+        self._forwards += 1
+        return (
+            self._seen != _latest or self._forwards >= FORWARDS_BETWEEN_CHECKS or any(map(_requires_grad, self._frozen))
+        )
+
+    def are_replaced(self, indices: Iterable[int]) -> bool:
+        """Whether any of these averaged parameters is no longer where `find_unknown` has seen it: call it again."""
+        for index in indices:
+            table, key = self._places[index]
+            if table.get(key) is not self._averaged[index]:
+                return True
+        return False
 
     def find_unknown(self) -> str | None:
         """The name of a trainable parameter that is not averaged; None if there is none."""
-        self._forwards += 1
-        if (
-            self._seen == _latest
-            and self._forwards < FORWARDS_BETWEEN_CHECKS
-            and not any(map(_requires_grad, self._frozen))
-        ):
-            return None
         for name, parameter in self._module.named_parameters():
             # `torch.func.functional_call` replaces parameters by plain tensors.
             is_trained = parameter.requires_grad and isinstance(parameter, nn.Parameter)
@@ -98,3 +118,16 @@ class ModelWatch:
         grads = [each.grad for each in self._averaged]
         of_grads = [(0, 0) if grad is None else (id(grad), grad._version) for grad in grads]
         return [(each._version, *marks) for each, marks in zip(self._averaged, of_grads, strict=True)]
+
+
+class BufferWatch:
+    """Notices that a model without buffers may have its first one."""
+
+    def __init__(self) -> None:
+        _count_registrations()
+        self._seen = _latest_buffer
+
+    def is_due(self) -> bool:
+        """Whether a buffer or a submodule was registered in this process since the last call."""
+        before, self._seen = self._seen, _latest_buffer
+        return before != self._seen

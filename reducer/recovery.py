@@ -12,19 +12,23 @@ from torch import Tensor
 
 from gradwire.comm.connections import connections_of, existing_connections
 from gradwire.comm.rank_differences import check_collectives, format_by_rank
-from gradwire.comm.store_collectives import gather_json
+from gradwire.comm.store_collectives import differences_between_ranks, gather_json
 from gradwire.comm.torch_internals import all_groups, collective_counts, unique_name
 from gradwire.hooks._handshake import digest
 from gradwire.hooks.hook_state import HookState, share_hook_state
 from gradwire.reducer.exchange import Exchange
-from gradwire.reducer.model_sync import broadcast_coalesced
+from gradwire.reducer.model_sync import broadcast_coalesced, describe_layouts, layouts_of
 from gradwire.reducer.reducer import Reducer
 
 CALL = "resynchronize()"
 
 
 def resynchronize(
-    reducer: Reducer, parameters: Mapping[str, Tensor], buffers: Sequence[Tensor], from_rank: int | None, limit: int
+    reducer: Reducer,
+    parameters: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    from_rank: int | None,
+    limit: int,
 ) -> None:
     """Replace the connections, restart the reducer, and share the state of ``from_rank``. A collective call.
 
@@ -34,9 +38,11 @@ def resynchronize(
     exchange, group = reducer.exchange, reducer.exchange.process_group
     reducer.leave_for_resynchronize(f"{CALL} was called")
     groups = {unique_name(each): each for each in (all_groups() if reducer.hook.has_groups else [group])}
+    layouts = describe_layouts(layouts_of({**parameters, **buffers}))
     mine = {
         "from_rank": from_rank if from_rank is None or type(from_rank) is int else repr(from_rank),
         "parameters": digest(parameters),
+        "layouts": digest(list(layouts.items())),
         "groups": {name: _group_facts(exchange, each) for name, each in groups.items()},
     }
     by_rank = gather_json(group, CALL, mine, exchange.connections.check_alive)
@@ -48,6 +54,13 @@ def resynchronize(
         check_collectives([one["collectives"] for one in facts], which)
     if from_rank is None and len({one["parameters"] for one in by_rank}) > 1:
         _raise_parameters_differ(group, parameters)
+    if from_rank is not None and len({one["layouts"] for one in by_rank}) > 1:
+        lines = differences_between_ranks(group, f"{CALL}: layouts", layouts)
+        raise RuntimeError(
+            f"{CALL} cannot broadcast parameters and buffers that differ between ranks:{lines}\nMake them alike on all "
+            "ranks, and call it again; or name a buffer that each rank sizes by itself in "
+            "module._ddp_params_and_buffers_to_ignore before you wrap the model."
+        )
     for name, facts in facts_of.items():
         if name in groups and (generation := max(one["generation"] for one in facts)) > 0:
             connections_of(groups[name]).renew(1 + generation)
@@ -55,7 +68,7 @@ def resynchronize(
     with reducer.leaving(CALL), torch.no_grad():
         source = from_rank or 0
         if from_rank is not None:
-            tensors = [tensor.detach() for tensor in (*parameters.values(), *buffers)]
+            tensors = [tensor.detach() for tensor in (*parameters.values(), *buffers.values())]
             broadcast_coalesced(tensors, exchange.transport, limit, source)
         state = reducer.hook.state
         if isinstance(state, HookState) and state not in exchange.hook_states:
@@ -103,14 +116,15 @@ def _check_source(ranks: Sequence[Any]) -> None:
 
 
 def _raise_parameters_differ(group: dist.ProcessGroup, parameters: Mapping[str, Tensor]) -> None:
-    mine = [digest({name: parameter}) for name, parameter in parameters.items()]
+    mine = {name: digest({name: parameter}) for name, parameter in parameters.items()}
     by_rank = gather_json(group, f"{CALL}: parameters", mine)
-    differing = [name for name, *digests in zip(parameters, *by_rank, strict=True) if len(set(digests)) > 1]
+    names = list(dict.fromkeys(name for digests in by_rank for name in digests))
+    differing = [name for name in names if len({digests.get(name) for digests in by_rank}) > 1]
     alike: dict[str, list[int]] = {}
     for rank, digests in enumerate(by_rank):
         alike.setdefault(json.dumps(digests), []).append(rank)
     raise RuntimeError(
         f"The parameters differ between the ranks {' and '.join(map(str, alike.values()))}: {len(differing)} of "
-        f"{len(parameters)}, the first of them {differing[0]}. Some ranks have applied the failed step, others have "
+        f"{len(names)}, the first of them {differing[0]}. Some ranks have applied the failed step, others have "
         "not. Call resynchronize(from_rank=...) on every rank to take those of one rank, or restart from a checkpoint."
     )

@@ -58,13 +58,14 @@ class Backward:
         self.phase, self.may_leave_out, self.used = phase, may_leave_out, used
         self.is_again = phase is Phase.AGAIN  # whether it is not the first of its forward
         self.follower = EndCallback()  # queued while a further backward of its forward runs
+        self.is_of_several = False  # whether it may belong to one of several forwards, with ``find_unused_parameters``
         self.divisor = 1  # of sums over ranks: the world size; in `join`, the number of ranks with inputs left
         self.ready = bytearray(n_parameters)  # 1 for each parameter whose gradient is ready
         self.ready_order: list[int] = []  # of parameters, as autograd completed their gradients; without unused ones
         self.n_pending = [len(bucket.members) for bucket in buckets]  # gradients that each bucket still waits for
         self.expected_in = -1  # position of the bucket of which a hook is not deferred, so that its end is noticed
         self.calls = [0] * n_parameters  # of each parameter's autograd hook, with a static graph
-        self.delay = EndCallback()  # `_delay_all_reduce`
+        self.delay = EndCallback()  # `_delay_all_reduce`, or `_complete` if it `is_of_several`
         self.n_launched = 0  # buckets, skipped ones included
         self.marks: list[tuple[int, ...]] | None = None  # `ModelWatch.marks` of a backward that was about to begin
         self.skipped: set[int] = set()  # positions of the buckets that are not reduced: no parameter of them is used
@@ -198,7 +199,30 @@ class Reducer:
         if self.forward_is_running:
             self._leave("the forward pass raised an exception")
             connections.check()
-        self._check_not_cast([0])
+        if self._watch.is_due():
+            self._check_model(range(len(self.parameters)))
+        else:
+            self._check_hooks([0])
+        self._live_ranks = None
+        self.exchange.begin_forward()
+        self.times.begin_forward()
+
+    def _check_hooks(self, indices: Sequence[int]) -> None:
+        """Raise RuntimeError if parameters were changed so that autograd drops their hooks: one was cast, or has
+        another gradient node, which only those among ``indices`` are asked for.
+        """
+        if self._upcast_stream is None and (index := self._autograd_hooks.find_lost(indices)) is not None:
+            self._leave_and_raise(
+                f"{self.options.names[index]} was cast to another dtype or moved to another device after the model was "
+                "wrapped, or its memory was replaced, as torch.nn.utils.parametrize does. Its gradients would not be "
+                "averaged. Wrap the model again, or change it before you wrap it."
+            )
+
+    def _check_model(self, indices: Sequence[int]) -> None:
+        """Raise RuntimeError if the model's trainable parameters are not those that are averaged, or have no hooks.
+
+        ``indices`` are the parameters whose hooks are checked.
+        """
         if (name := self._watch.find_unknown()) is not None:
             self._leave_and_raise(
                 f"{name} was replaced, added or unfrozen after the model was wrapped. Its gradients would not be "
@@ -206,17 +230,14 @@ class Reducer:
                 "keeps parameters. A parameter that each rank is to train by itself must be named in "
                 "module._ddp_params_and_buffers_to_ignore before you wrap the model."
             )
-        self._live_ranks = None
-        self.exchange.begin_forward()
-        self.times.begin_forward()
+        self._check_hooks(indices)
 
-    def _check_not_cast(self, indices: Sequence[int]) -> None:
-        """Raise RuntimeError if parameters were cast or moved after wrapping, so that autograd drops their hooks."""
-        if self._upcast_stream is None and (index := self._autograd_hooks.find_lost(indices)) is not None:
-            self._leave_and_raise(
-                f"{self.options.names[index]} was cast to another dtype or moved to another device after the model was "
-                "wrapped. Its gradients would no longer be averaged. Cast or move a model before you wrap it."
-            )
+    def _check_absent(self, indices: Sequence[int]) -> None:
+        """Raise RuntimeError if parameters without a gradient were replaced, or have lost their hooks."""
+        if self._watch.are_replaced(indices):
+            self._check_model(indices)
+        else:
+            self._check_hooks(indices)
 
     @torch_internals.not_compiled
     def _rebuild_buckets(self) -> bool:
@@ -245,17 +266,21 @@ class Reducer:
         and calls it before the last backward of a step.
         """
         self._check_reducer_finalized()
+        has_earlier = self._backward.phase is Phase.PREPARED  # a forward whose backward may come with this one's
         self._begin(Phase.PREPARED)
         self._watch.begin_backward()
         if not self.forward_is_running:
             self._backward.marks = self._watch.marks()
         self.forward_is_running = self.is_local = False
         if self.find_unused_parameters and not self.static_graph:
+            self._backward.is_of_several = has_earlier
             nodes = self._autograd_hooks.nodes
             if self._upcast_stream is not None:  # with mixed precision, each forward creates new ones
                 nodes = [torch_internals.gradient_node(parameter) for parameter in self.parameters]
             unused = find_unused(outputs, nodes)
-            self._check_not_cast(unused)
+            if has_earlier:
+                unused = sorted({*unused} & {*self.unused})
+            self._check_absent(unused)
             if self.times.iterations > 1:
                 self._graph_seems_static &= unused == self.unused
             self.unused = unused
@@ -424,8 +449,30 @@ class Reducer:
             calls = zip(self.static_calls, self._backward.calls, strict=True)
             not_deferred += [index for index, (expected, done) in enumerate(calls) if expected - done > 1]
         self._autograd_hooks.defer_others(not_deferred)
+        queue_callback(self._check_complete)
         if self.unused:
             self._mark_ready(self.unused)
+
+    def _complete(self) -> None:
+        """At the end of a backward of one of several forwards: parameters that only the others use are unused in it."""
+        self._on_gradients(None)
+        backward = self._backward
+        if backward.phase is Phase.REDUCING and (absent := backward.missing):
+            self._check_absent(absent)
+            with self._lock:
+                self._mark_ready(absent)
+            if not self.is_finalized_by_caller:
+                self._finalize()
+
+    def _check_complete(self) -> None:
+        """At the end of a backward: if parameters have no gradient, check that no other parameter has it.
+
+        A further backward may bring their gradients; else the next forward raises.
+        """
+        backward = self._backward
+        if backward.phase is Phase.REDUCING and backward.n_launched < len(self.buckets):
+            came = set(self._autograd_hooks.recorded)
+            self._check_absent([index for index in backward.missing if index not in came])
 
     def _start_exchange(self) -> None:
         exchange, backward = self.exchange, self._backward
@@ -442,7 +489,7 @@ class Reducer:
                 if divides_by_count:
                     backward.divisor = n_live
             if self.drift is not None and n_live == exchange.process_group.size():
-                self.drift.begin(self.hook.state, exchange.n_passes, exchange.transport, exchange.device)
+                self.drift.begin(self.hook.state, exchange)
         except BaseException as error:
             self._leave_after(error, "the backward pass")
             raise
@@ -700,7 +747,7 @@ class Reducer:
             return
         self.static_calls = self._backward.calls
         self.unused = [index for index, calls in enumerate(self.static_calls) if calls == 0]
-        self._check_not_cast(self.unused)
+        self._check_absent(self.unused)
         self._reduce_all()
 
     # Mixed precision.
@@ -775,7 +822,7 @@ class Reducer:
         """Wait for the futures of `_install_post_backward_futures`."""
         futures, self._post_backward_futures = self._post_backward_futures, []
         for future in futures:
-            future.wait()
+            wait_for(future, self.exchange.connections.check_peers)
 
     def _run_allreduce_hook(self, bucket: ReducerBucket) -> Future[Tensor]:
         return self.exchange.transport.start_all_reduce(bucket.buffer())
@@ -845,5 +892,7 @@ def _make_output_hook(reference: weakref.ref[Reducer], is_synchronized: bool) ->
             if backward.phase is Phase.AGAIN and not backward.follower.is_queued:
                 reducer._check_reducer_finalized()  # raises: an earlier further backward has
             backward.follower.queue(reducer._end_of_further_backward)
+        elif is_synchronized and backward.is_of_several:
+            backward.delay.queue(reducer._complete)
 
     return hook

@@ -19,13 +19,17 @@ from gradwire.comm.torch_internals import private_names
 
 with private_names():
     from torch._compile import _disable_dynamo
-    from torch.nn.parallel.distributed import _find_tensors
+    from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+    from torch.nn.parallel.distributed import _BufferCommHookLocation, _find_tensors
 
     # Excludes a function from tracing, like ``torch.compiler.disable``, which would import the compiler at once.
     not_compiled = _disable_dynamo
     AnyFuture = torch._C.Future  # `Future.then` returns one of this base class of the public one
     BuiltinCommHookType = c10d.BuiltinCommHookType
     DEFAULT_FIRST_BUCKET_BYTES: int = c10d._DEFAULT_FIRST_BUCKET_BYTES
+    # A context in which tensors, a tuple, keep their version counters: autograd does not see that they change.
+    keeping_versions = _unsafe_preserve_version_counter
+    POST_FORWARD = _BufferCommHookLocation.POST_FORWARD  # where a buffer hook runs
     # The tensors in the output of a forward: in lists, tuples, dictionaries and dataclasses.
     tensors_in: Callable[[object], Iterable[Tensor]] = _find_tensors
     _ATTRIBUTES = (
@@ -39,10 +43,11 @@ with private_names():
     # What gradwire's class overrides, calls or reads of PyTorch's class. With mixed precision, its parameters also have
     # `_mp_param`, `_fp_param` and `_ddp_mp_hook_state`.
     _IN_CLASS = """
-        _active_ddp_module _build_params_for_reducer _check_and_sync_module_buffers _check_sync_bufs_post_fwd
-        _check_global_requires_backward_grad_sync _ddp_init_helper _distributed_broadcast_coalesced _find_common_rank
-        _get_ddp_logging_data _log_and_throw _module_wait_for_copy_hook _post_forward _pre_forward
-        _register_builtin_comm_hook _register_delay_all_reduce_hook _setup_in_backward_optimizers _sync_final_model
+        _active_ddp_module _assign_modules_buffers _build_params_for_reducer _check_and_sync_module_buffers
+        _check_global_requires_backward_grad_sync _check_sync_bufs_post_fwd _check_sync_bufs_pre_fwd _ddp_init_helper
+        _distributed_broadcast_coalesced _find_common_rank _get_ddp_logging_data _log_and_throw
+        _module_wait_for_copy_hook _post_forward _pre_forward _register_builtin_comm_hook
+        _register_delay_all_reduce_hook _setup_in_backward_optimizers _sync_buffers _sync_final_model
         _sync_module_buffers
     """
     for _name in _IN_CLASS.split():

@@ -1,8 +1,12 @@
 """`HookState.follow_scaler`: the error memory keeps the scale of the gradients."""
 
+from unittest import mock
+
 import pytest
 import torch
+import torch.distributed as dist
 
+from gradwire.comm import shared_facts
 from gradwire.hooks import quantization_hooks
 from gradwire.hooks.hook_state import HookState
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks, differences
@@ -130,6 +134,107 @@ def test_errors_keep_their_scale_when_another_scaler_is_followed():
         state.follow_scaler(other)
         state.memory.match_scale()
         assert_same_bits(state.memory.residuals(), before)
+
+
+def scaled_step(ddp, scaler, generator):
+    ddp.zero_grad()
+    (ddp(*ddp.module.batch(generator)) * scaler.scale).backward()
+
+
+def following(hook, wrapper="gradwire", scale=1024.0):
+    """A DDP on a group of its own, a state that follows a scaler, the scaler, and a function that makes a step."""
+    ddp, scaler, generator = wrapped(wrapper, group=(group := dist.new_group())), Scaler(scale), own_batches()
+    state = register(ddp, hook, group)
+    state.follow_scaler(scaler)
+    return ddp, state, scaler, lambda: scaled_step(ddp, scaler, generator)
+
+
+def assert_scales_differ(error, *lines):
+    """Every rank has raised the scales of all ranks, one of which may come first."""
+    for kind, text in from_all_ranks(error):
+        assert kind == "RuntimeError"
+        assert "The loss scales differ between ranks:\n  scale: " in text
+        assert all(line in text for line in lines)
+        assert "Load the state of the gradient scaler on every rank" in text
+
+
+def on_others(rank):
+    others = [str(each) for each in range(dist.get_world_size()) if each != rank]
+    return f"rank{'s' * (len(others) > 1)} {', '.join(others)}"
+
+
+@pytest.mark.parametrize("steps", [0, 4], ids=["from the start", "later"])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("hook", ["int4", "powersgd", "fp16_of_powersgd"])
+@on_ranks(2, 3, limit=60)
+def test_scales_that_differ_raise_on_every_rank_and_change_no_errors(hook, wrapper, steps):
+    ddp, state, scaler, step = following(hook, wrapper)
+    for _ in range(steps):
+        step()
+    before, last = [error.clone() for error in state.memory.residuals()], dist.get_world_size() - 1
+    assert steps == 0 or any(error.any() for error in before)
+    if dist.get_rank() == last:
+        scaler.scale = 4096.0
+    assert_scales_differ(error_of(step), f"1024.0 on {on_others(last)}", f"4096.0 on rank {last}")
+    assert_same_bits(state.memory.residuals(), before)
+    if wrapper == "pytorch":
+        return
+    scaler.scale = 2048.0
+    ddp.resynchronize()
+    for _ in range(2):
+        step()
+    assert_same_on_all_ranks(from_all_ranks(gradients(ddp)))
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("steps", [0, 4], ids=["from the start", "later"])
+@on_ranks(2, 3, limit=60)
+def test_scaler_that_one_rank_does_not_follow_raises_on_every_rank(steps, wrapper):
+    _, state, _, step = following("int4", wrapper)
+    if steps == 0 and dist.get_rank() == 0:
+        state.follow_scaler(None)
+    for _ in range(steps):
+        step()
+    if steps > 0 and dist.get_rank() == 0:
+        state.follow_scaler(None)
+    none = "none, because state.follow_scaler(scaler) was not called, on rank 0"
+    assert_scales_differ(error_of(step), none, f"1024.0 on {on_others(0)}")
+
+
+@on_ranks(2, 3, limit=60)
+def test_scale_that_grows_after_a_rank_has_joined_raises_on_every_rank():
+    ddp, state, scaler, step = following("int4")
+
+    def train_on():
+        with ddp.join():
+            for _ in range(4 if dist.get_rank() == 0 else 8):
+                step()
+                if dist.get_rank() > 0 and state.iter == 6:
+                    scaler.scale *= 2
+
+    assert_scales_differ(error_of(train_on), "1024.0 on rank 0", f"2048.0 on {on_others(0)}")
+
+
+@on_ranks(2, 3, limit=60)
+def test_checkpoint_of_scales_that_differ_raises_on_every_rank():
+    _, state, scaler, step = following("int4")
+    for _ in range(4):
+        step()
+    if dist.get_rank() == 0:
+        scaler.scale = 512.0
+    assert_scales_differ(error_of(state.state_dict), "512.0 on rank 0", f"1024.0 on {on_others(0)}")
+
+
+@on_ranks(2)
+def test_scales_are_compared_only_in_the_step_after_a_change():
+    _, _, scaler, step = following("int4")
+    with mock.patch.object(
+        shared_facts, "differences_between_ranks", side_effect=shared_facts.differences_between_ranks
+    ) as compare:
+        for scale, n_compared in ((1024.0, 1), (1024.0, 1), (2048.0, 2), (2048.0, 2), (2048.0, 2), (1024.0, 3)):
+            scaler.scale = scale
+            step()
+            assert compare.call_count == n_compared
 
 
 @on_ranks(1)

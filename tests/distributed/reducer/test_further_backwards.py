@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gradwire.hooks import quantization_hooks
-from tests.support.bits import assert_same_on_all_ranks
+from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
 from tests.support.ranks import from_all_ranks, on_ranks
 from tests.support.training import SMALLEST, Fault, error_of, gradients, own_batches, wrapped
 
@@ -87,13 +87,13 @@ OPTIONS = {
 LARGEST_ERROR = {None: 1e-6, "fp16": 2e-2, "int8": 5e-2}
 
 
-def pair(options, hook):
+def pair(options, hook, kind=TwoHeads):
     torch.manual_seed(0)
-    local = TwoHeads()
+    local = kind()
     torch.manual_seed(0)
     if hook == "int8":
         hook = quantization_hooks.QuantizationState(wire="int8", block_size=32), quantization_hooks.quantization_hook
-    return wrapped(model=TwoHeads(), hook=hook, group=dist.new_group(), bucket_cap_mb=SMALLEST, **options), local
+    return wrapped(model=kind(), hook=hook, group=dist.new_group(), **({"bucket_cap_mb": SMALLEST} | options)), local
 
 
 def assert_mean(ddp, local, limit):
@@ -123,6 +123,105 @@ def test_every_backward_of_a_synchronized_forward_is_averaged(options, hook):
                 model.zero_grad()
                 step(model, batches)
             assert_mean(ddp, local, LARGEST_ERROR[hook])
+
+
+class Heads(TwoHeads):
+    """A forward for each head, and a layer that no forward uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.spare = nn.Linear(8, 2)
+
+    def forward(self, x, head):
+        return self.get_submodule(head)(self.trunk(x).tanh()).square().mean()
+
+
+def of_heads(order, *heads):
+    """A step of a forward for each of these heads, then one backward of the sum, or a backward for each in an order."""
+
+    def step(model, batches):
+        losses = [model(batches[i], head) for i, head in enumerate(heads)]
+        for loss in [sum(losses)] if order is None else [losses[i] for i in order]:
+            loss.backward()
+
+    return step
+
+
+def after_a_forward_alone(model, batches):
+    """The loss of the first forward is not used."""
+    model(batches[0], "left")
+    model(batches[1], "right").backward()
+
+
+OF_HEADS = {
+    "one backward": of_heads(None, "left", "right"),
+    "one backward of three": of_heads(None, "left", "right", "left"),
+    "in order": of_heads((0, 1), "left", "right"),
+    "reversed": of_heads((1, 0), "left", "right"),
+    "three": of_heads((1, 2, 0), "left", "right", "right"),
+    "after a forward alone": after_a_forward_alone,
+}
+
+
+@pytest.mark.parametrize("hook", LARGEST_ERROR)
+@pytest.mark.parametrize("options", ["unused", "skipped", "unused, view", "static"])
+@pytest.mark.parametrize("step", OF_HEADS)
+@on_ranks(2, 3)
+def test_heads_of_several_forwards_are_averaged(step, options, hook):
+    chosen = {**OPTIONS, "unused, view": OPTIONS["unused"] | OPTIONS["view"]}[options]
+    if options == "static" and step == "after a forward alone":
+        return  # its first backward counts the calls of both graphs
+    ddp, local = pair(chosen, hook, Heads)
+    generator = own_batches()
+    for _ in range(3):
+        batches = torch.randn(3, 5, 6, generator=generator)
+        for model in (ddp, local):
+            model.zero_grad()
+            OF_HEADS[step](model, batches)
+        assert_mean(ddp, local, LARGEST_ERROR[hook])
+        assert ddp.module.spare.weight.grad is None
+
+
+@pytest.mark.parametrize("hook", [None, "int8"])
+@pytest.mark.parametrize("step", ["one backward", "one backward of three", "in order", "reversed", "three"])
+@on_ranks(2, 3)
+def test_heads_with_find_unused_give_the_bits_of_a_static_graph(step, hook):
+    options = {"bucket_cap_mb": None, "bucket_cap_mb_list": [0]}  # a bucket for every parameter
+    models = [pair(OPTIONS[name] | options, hook, Heads)[0] for name in ("unused", "static")]
+    generator = own_batches()
+    for _ in range(4):
+        batches = torch.randn(3, 5, 6, generator=generator)
+        for model in models:
+            model.zero_grad()
+            OF_HEADS[step](model, batches)
+        assert_same_bits(*map(gradients, models))
+
+
+@pytest.mark.parametrize("first", ["local", "synchronized"])
+@on_ranks(2)
+def test_head_that_only_a_local_forward_uses_raises_in_a_joint_backward(first):
+    ddp, _ = pair(OPTIONS["unused"], None, Heads)
+
+    def losses():
+        for kind in ("local", "synchronized") if first == "local" else ("synchronized", "local"):
+            with ddp.no_sync() if kind == "local" else nullcontext():
+                yield ddp(torch.ones(5, 6), "left" if kind == "local" else "right")
+
+    kind, text = error_of(lambda: sum(losses()).backward())
+    assert kind == "RuntimeError"
+    assert text.startswith("Expected to mark a variable ready only once")
+    assert "name left." in text
+    assert "and outside of `no_sync()`" in text
+
+
+@on_ranks(2)
+def test_buckets_of_equal_heads_are_launched_during_the_backward():
+    ddp, _ = pair(OPTIONS["unused"], None, Heads)
+    launched = []
+    ddp.module.trunk.weight.register_hook(lambda _: launched.append(ddp.reducer._backward.n_launched))
+    for _ in range(2):
+        of_heads(None, "left", "left")(ddp, torch.ones(2, 5, 6))
+    assert launched[-1] > 1  # the heads come first
 
 
 # --- on one rank only

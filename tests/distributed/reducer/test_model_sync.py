@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import gradwire
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
@@ -65,6 +66,62 @@ def test_parameters_and_buffers_that_differ_raise_on_every_rank(difference):
     assert all(each.format(last=last) in message for each in words)
     assert all(map(torch.equal, tensors, before))
     assert_same_on_all_ranks(from_all_ranks(message))
+
+
+def module_of(**tables):
+    """A module with parameters and buffers of one layout, by name."""
+    module = nn.Module()
+    for name in tables.get("trained", ("weight",)):
+        module.register_parameter(name, nn.Parameter(torch.full((3,), float(ord(name[0])))))
+    for name in tables.get("frozen", ()):
+        module.register_parameter(name, nn.Parameter(torch.ones(3), requires_grad=False))
+    for name in tables.get("buffers", ()):
+        module.register_buffer(name, torch.full((3,), float(ord(name[0]))))
+    return module
+
+
+# Tables of rank 0 and of the others, and the words of the error.
+NAMES = {
+    "trained, reordered": ({"trained": "ab"}, {"trained": "ba"}, "params[0] is b on rank 1 and a in process 0"),
+    "trained, renamed": ({"trained": "ab"}, {"trained": "ac"}, "params[1] is c on rank 1 and b in process 0"),
+    "frozen, reordered": (
+        {"frozen": "ab"},
+        {"frozen": "ba"},
+        "order of frozen parameters and buffers: frozen parameter a, frozen parameter b, ",
+    ),
+    "buffers, reordered": (
+        {"buffers": "ab"},
+        {"buffers": "ba"},
+        "order of frozen parameters and buffers: buffer a, buffer b, ",
+    ),
+    "buffers, renamed": (
+        {"buffers": "ab"},
+        {"buffers": "ac"},
+        "buffer b: (3,) torch.float32 on cpu on rank 0; nothing on",
+    ),
+}
+
+
+@pytest.mark.parametrize("difference", NAMES)
+@on_ranks(2, 3)
+def test_equal_layouts_under_other_names_raise_on_every_rank(difference):
+    first, others, words = NAMES[difference]
+    module = module_of(**(others if dist.get_rank() else first))
+    before = {name: each.clone() for name, each in module.state_dict().items()}
+    kind, text = error_of(DDP, module)
+    assert kind == "RuntimeError"
+    assert text.startswith("DDP expects same model across all ranks")
+    assert words in text
+    assert_same_bits(dict(module.state_dict()), before)
+
+
+@on_ranks(2)
+def test_names_that_wrappers_of_modules_add_may_differ():
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    if dist.get_rank():
+        module[1] = checkpoint_wrapper(module[1])
+    DDP(module)(torch.ones(4, 2)).sum().backward()
+    assert_same_on_all_ranks(from_all_ranks([each.grad for each in module.parameters()]))
 
 
 def as_bytes(module):

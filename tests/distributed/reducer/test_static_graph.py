@@ -20,7 +20,18 @@ from tests.support.features import (
     wrap,
 )
 from tests.support.ranks import from_all_ranks, on_ranks
-from tests.support.training import SMALLEST, Fault, error_of, gradients, own_batches
+from tests.support.training import (
+    HOOKS,
+    SMALLEST,
+    Fault,
+    build,
+    error_of,
+    gradients,
+    own_batches,
+    register,
+    train_steps,
+    wrapped,
+)
 from tests.support.zoo import Probe
 
 
@@ -74,6 +85,31 @@ def test_static_graph_accumulates_under_no_sync(accumulate, unused, checkpointed
         seen.append([gradients(ddp) for ddp in models])
     for ours, theirs in seen:
         assert_same_bits(ours, theirs)
+
+
+def iterations_and_gradients(wrapper, hook):
+    """Of each step with parameters of four dtypes, and of a second wrapper with the same state from step 4 on."""
+    seen, generator, state = [], own_batches(), None
+    module = build("mixed")
+    for _ in range(2):
+        ddp = wrapped(wrapper, module, static_graph=True, bucket_cap_mb=None, bucket_cap_mb_list=[SMALLEST])
+        state = register(ddp, hook if state is None else (state, HOOKS[hook](None)[1]))
+        for _ in range(4):
+            (each,) = train_steps(ddp, 1, generator)
+            seen.append((state.iter, each))
+        del ddp
+    return seen
+
+
+# PyTorch's static graph launches all buckets of its first step with index 0, and none as the last.
+@pytest.mark.parametrize("hook", ["int4", "powersgd", "powersgd_alternating", "topk", "scaled_fp16"])
+@on_ranks(2, 3)
+def test_law4_static_graph_of_several_dtypes_counts_each_step_once(hook):
+    theirs, ours = (iterations_and_gradients(wrapper, hook) for wrapper in ("pytorch", "gradwire"))
+    assert [number for number, _ in theirs] == [number for number, _ in ours]
+    assert [number for number, _ in theirs[:4]] == [1, 2, 3, 4]
+    for (_, their), (_, our) in zip(theirs, ours, strict=True):
+        assert_same_bits(our, their)
 
 
 @dataclass

@@ -47,14 +47,27 @@ CASES = {
     "pytorch, collected": ("pytorch", {}, collected, ALL),
     "gradwire, collected": ("gradwire", {}, collected, ALL),
     "pytorch, static graph, then": ("pytorch", {"static_graph": True}, then, ALL),
+    "pytorch, static graph, two dtypes": ("pytorch", {"static_graph": True}, default_hooks.fp16_compress_hook, ALL),
     "gradwire, static graph, then": ("gradwire", {"static_graph": True}, then, ALL),
 }
+
+
+class TwoDtypes(Parts):
+    """The second layer has parameters in fp64."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts[1].double()
+
+    def forward(self, x, use):
+        return super().forward(x, use, run=lambda part, x: part(x.to(part.weight.dtype)))
 
 
 def train(name, group):
     wrapper, options, hook, layers = CASES[name]
     torch.manual_seed(0)
-    ddp = wrapped(wrapper, Parts(), group=group, bucket_cap_mb=SMALLEST, **options)
+    model = TwoDtypes() if "two dtypes" in name else Parts()
+    ddp = wrapped(wrapper, model, group=group, bucket_cap_mb=SMALLEST, **options)
     register(ddp, (group, hook))
     generator, seen = own_batches(), []
     for _ in range(4):

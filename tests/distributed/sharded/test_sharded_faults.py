@@ -24,7 +24,8 @@ from gradwire.sharded.reduce_scatter import QuantizedReduceScatter
 from tests.support import sharded as models
 from tests.support.bits import differences
 from tests.support.fault_schedules import check_recovered, check_silent, train_with_recovery, train_without_recovery
-from tests.support.training import SMALLEST, FailsInBackward, Fault, error_of, own_batches, wrapped
+from tests.support.ranks import from_all_ranks, on_ranks
+from tests.support.training import SMALLEST, FailsInBackward, Fault, Scaler, error_of, own_batches, wrapped
 
 VICTIM = 3  # in HSDP it is rank 1 of both of its groups
 GOOD_STEPS = 2
@@ -240,3 +241,22 @@ def test_training_on_nodes_resynchronized_after_faults_continues_with_equal_rank
     results = worlds(4).run(train_with_recovery, limit=600, seeds=seeds, hook="int4_on_nodes", model="mlp")
     for ranks in zip(*results, strict=True):
         check_recovered(ranks)
+
+
+@pytest.mark.parametrize("steps", [0, GOOD_STEPS])
+@pytest.mark.parametrize("place", ["hsdp", "replicate"])
+@on_ranks(4, limit=60)
+def test_scales_that_differ_raise_on_every_rank_of_a_sharded_model(place, steps):
+    case, scaler = Sharded(place), Scaler(1024.0)
+    case.attachment.state.follow_scaler(scaler)
+    for step in range(steps):
+        case.loss(step).backward()
+    if dist.get_rank() == VICTIM:
+        scaler.scale = 2048.0
+    errors = from_all_ranks(error_of(case.loss(steps).backward))
+    assert all("The loss scales differ between ranks:\n  scale: 1024.0 on rank" in text for _, text in errors)
+    assert all("2048.0 on rank 3" in text for _, text in errors)
+    scaler.scale = 2048.0
+    case.attachment.resynchronize()
+    case.loss(steps).backward()
+    assert from_all_ranks(case.attachment.state.iter) == [steps + 1] * 4
