@@ -42,7 +42,7 @@ class Calls:
        another one, every rank finds another stamp than its own and raises. Receives have `room` for the messages of
        all known call sites.
     3. A rank with a known call site may wait for a rank that compares a new one. It finds that in the store, by
-       `check`.
+       `watch`.
 
     Attributes:
         count: number of calls so far.
@@ -53,12 +53,11 @@ class Calls:
         self.count = self.room = 0
         # Calls in flight for which the marks of the ranks differ, by number: whether another rank has one.
         self._marks: dict[int, bool] = {}
-        self._connections, self._number = weakref.proxy(connections), connections.new_reducer(self)
+        self._connections, self._number = weakref.proxy(connections), connections.new_watcher(self)
         self._compressors: OrderedDict[CallSite, Compressor] = OrderedDict()  # without memory
         self._in_flight: dict[int, CallSite] = {}  # the exchanges that have begun, by number of the call
-        self._told = 0  # the latest call that `check` has announced
+        self._told = 0  # the latest call that `watch` has announced
         self._rank = dist.get_rank()
-        connections.watch(self.check)
 
     def restart(self, count: int) -> None:
         """Begin anew after ``count`` calls: some ranks have finished the latest one, others have not."""
@@ -107,7 +106,7 @@ class Calls:
         self._in_flight.pop(number, None)
         return self._marks.pop(number, False)
 
-    def check(self) -> None:
+    def watch(self) -> None:
         """Raise RuntimeError if a rank compares another call than one in flight here."""
         if not self._in_flight:
             return

@@ -94,9 +94,8 @@ class Connections:
         self._exchanging: weakref.WeakKeyDictionary[object, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._n_reducers = 0
         self._reducers: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()  # by number
-        self._shared_facts: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # likewise
+        self._watchers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # likewise
         self._is_connecting = threading.Lock()
-        self._watches: list[Callable[[], None]] = []
 
     def _begin(self, store: Store) -> int:
         """Publish the name of this rank's node; returns the generation."""
@@ -203,10 +202,10 @@ class Connections:
             self._keys.pop(key, None)
         return self._n_reducers
 
-    def new_shared_facts(self, facts: object) -> int:
-        """A number as for a reducer. While this rank waits for others, ``facts.answer()`` is called."""
-        number = self.new_reducer(facts)
-        self._shared_facts[number] = facts
+    def new_watcher(self, watcher: object) -> int:
+        """A number as for a reducer. While this rank waits for others, ``watcher.watch()`` is called; it may raise."""
+        number = self.new_reducer(watcher)
+        self._watchers[number] = watcher
         return number
 
     def begin_exchange(self, owner: object, thread: int) -> None:
@@ -255,18 +254,12 @@ class Connections:
 
         return self._requests.ask(look)
 
-    def watch(self, check: Callable[[], None]) -> None:
-        """Call ``check`` in every `check_peers` from now on; it may raise RuntimeError, too."""
-        self._watches.append(check)
-
     def check_peers(self) -> None:
-        """Raise RuntimeError if another rank has left. Answer ranks that ask for a comparison of `SharedFacts`."""
-        for check in self._watches:
-            check()
+        """Raise RuntimeError if another rank has left, or if a watcher finds that it waits for this one."""
         if (reason := self.failure_elsewhere()) is not None:
             raise RuntimeError(f"{reason}\n{ADVICE}")
-        for facts in list(self._shared_facts.values()):
-            facts.answer()
+        for watcher in list(self._watchers.values()):
+            watcher.watch()
 
     def check_alive(self) -> None:
         """Raise RuntimeError if a rank has exited, or has destroyed the process group: a restart would wait for it."""

@@ -52,7 +52,7 @@ class SharedFacts:
     ) -> None:
         self._connections = weakref.ref(connections)  # a hook's state may outlive the process group
         self._what, self._remedy, self._describe, self._agreed = what, remedy, describe, agreed
-        self._number = connections.new_shared_facts(self)
+        self._number = connections.new_watcher(self)
         self._generation = connections.generation  # of the connections, in which places are counted
         self.passed: tuple[int, ...] = ()
         self._compared: tuple[int, ...] = ()  # place of the latest comparison
@@ -87,7 +87,7 @@ class SharedFacts:
             self._agreed = facts
         self.passed = place  # at the end: a rank that asks does not answer
 
-    def answer(self) -> None:
+    def watch(self) -> None:
         """Take part in the comparison for which another rank asks, if there is one that this rank would miss."""
         connections = self.connections
         if self._agreed is UNKNOWN or self._generation != connections.generation:
