@@ -102,6 +102,7 @@ class _Rank:
         self.result, self.reason, self.traceback = None, "", ""
         self.connection, theirs = multiprocessing.Pipe()
         self._log = folder / f"rank_{number}.log"
+        self._log.touch()  # the process may be killed before it opens the file
         arguments = (module, name, number, world_size, folder, self._log, theirs)
         self._process = multiprocessing.get_context("fork").Process(target=_main, args=arguments, daemon=True)
         self._process.start()

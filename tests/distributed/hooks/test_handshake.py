@@ -190,9 +190,10 @@ def test_load_or_changed_option_on_all_ranks_takes_one_handshake():
             state.load_state_dict(state.state_dict())
         if step == 4:
             state.ranks["*.0.weight"] = 3
-        with mock.patch.object(_handshake, "store_all_gather", wraps=store_collectives.store_all_gather) as gather:
+        wrapped_function = store_collectives.differences_between_ranks
+        with mock.patch.object(_handshake, "differences_between_ranks", wraps=wrapped_function) as compare:
             train_steps(ddp)
-        meetings.append(gather.call_count)
+        meetings.append(compare.call_count)
     assert meetings == [1, 0, 1, 0, 1, 0]
 
 
