@@ -15,13 +15,15 @@ from gradwire.bench.gradient_checks import (
     stateless_format,
 )
 from gradwire.bench.shapes import Shape
+from gradwire.hooks._decorators import is_zero_copy
 from gradwire.planner.hook_registry import Registration
 from gradwire.reducer.bucket import BucketSpec, DenseBucket
 
 
 class HookStep:
-    """A hook on all buckets of a model, flat ones as in PyTorch's DDP or lists of gradients; a call is a step.
+    """A hook on all buckets of a model; a call is a step.
 
+    Buckets are lists of gradients; with ``is_flat``, or if the hook is not zero-copy, flat ones as in PyTorch's DDP.
     Results replace the gradients, which loses nothing: gradient + error is the same in every step.
     """
 
@@ -29,6 +31,7 @@ class HookStep:
         self, registration: Registration, shapes: Sequence[Sequence[Shape]], device: torch.device, is_flat: bool
     ) -> None:
         self.state, self._hook = registration
+        is_flat = is_flat or not is_zero_copy(self._hook)
         self.gradients: dict[str, Tensor] = {}  # by parameter name; every step replaces their values
         self._buckets: list[DenseBucket] = []
         generator = torch.Generator(device).manual_seed(0)

@@ -32,7 +32,17 @@ from gradwire.bench.tables import Group, Table, median_of, pivot, relative, valu
 from gradwire.bench.timing import turns
 from gradwire.planner.hook_registry import DEFAULT_CAP_MB, FIRST_COMPRESSED, HOOKS, Make, display_name
 
-DEFAULT_HOOKS = ("none", "fp16", "bf16", "int8", "int4", "sign", "powersgd-r4", "powersgd-r4-alternating")
+DEFAULT_HOOKS = (
+    "none",
+    "fp16",
+    "bf16",
+    "scaled-fp16",
+    "int8",
+    "int4",
+    "sign",
+    "powersgd-r4",
+    "powersgd-r4-alternating",
+)
 REFERENCE = "fp16"  # PyTorch's hook
 # Numbers of parameters and of buckets: like GPT-2, with one bucket, and with more parameters.
 Size = tuple[int, int]

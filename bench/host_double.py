@@ -49,6 +49,8 @@ class Event:
     def query(self) -> bool:
         return True
 
+    def synchronize(self) -> None: ...
+
     def elapsed_time(self, end: Event) -> float:
         return 0.0
 

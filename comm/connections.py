@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from gradwire.comm.executor import EXIT_TIMEOUT_SECONDS, TWO_THREADS, Executor
 from gradwire.comm.forks import in_this_process
@@ -89,6 +90,7 @@ class Connections:
         self._keys: dict[str, int] = {}
         self.generation = self._requests.require(self._begin, collective_timeout(group))
         self._executors: dict[torch.device, Executor] = {}
+        self._abandoned: list[StreamExecutor] = []  # since the latest `renew`: their last work may still run
         self._transports: dict[tuple[str, str], GroupTransport] = {}  # by purpose and type of device
         # Reducers, and wrappers in a forward, that exchange at present, with their thread and backward.
         self._exchanging: weakref.WeakKeyDictionary[object, tuple[int, int]] = weakref.WeakKeyDictionary()
@@ -148,6 +150,12 @@ class Connections:
         if device in self._executors:
             self._executors[device].close(EXIT_TIMEOUT_SECONDS)
         self._executors[device] = executor
+
+    def keep(self, tensors: Iterable[Tensor]) -> None:
+        """Keep the memory of tensors until all tasks so far are done, failed ones included; see `Executor.keep`."""
+        kept = list(tensors)
+        for executor in (*self._executors.values(), *self._abandoned):
+            executor.keep(kept)
 
     def finish(self) -> None:
         """Enqueue the rest of all tasks; see `Executor.finish`."""
@@ -298,8 +306,15 @@ class Connections:
         self.post(f"A gradient exchange failed on rank {self._rank}: {error}", generation)
 
     def renew(self, generation: int) -> None:
-        """Start again with connections of a new generation, on which all ranks have agreed."""
+        """Start again with connections of a new generation, on which all ranks have agreed.
+
+        On a GPU, the current stream waits for the work of the old ones: it may still use error memory, and tables of
+        addresses.
+        """
         self._abandon()
+        for executor in self._abandoned:
+            executor.join()
+        self._abandoned = []
         n_further, counter = generation - self.generation, self._counters[self.group.rank()]
         self._requests.require(lambda store: store.add(counter, n_further), collective_timeout(self.group))
         old, self._keys = [*self._keys, f"{self.generation}/{NOTICE}"], {}  # which no rank reads any more
@@ -341,6 +356,7 @@ class Connections:
         self._exchanging.clear()
         for executor in executors.values():
             executor.abandon()
+        self._abandoned += [each for each in executors.values() if isinstance(each, StreamExecutor)]
         for transport in transports.values():
             transport.close()
 

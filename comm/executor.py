@@ -148,3 +148,6 @@ class Executor:
 
     def abandon(self) -> None:
         """Accept no more tasks, and fail all unfinished ones, which may wait for a rank that has left."""
+
+    def join(self) -> None:
+        """On a GPU, let the current stream wait for all that is enqueued; the host does not wait."""

@@ -59,7 +59,7 @@ class Plan:
         self.operator: str | None = None
         self._record, self._refresh, self._gradients = record, refresh, gradients
         self.buffer: Tensor | None = None
-        self._addresses: list[int] | None = None  # of the gradients, if calls or collectives hold them
+        self._held: list[tuple[int, int]] = []  # index and address of each gradient that calls or collectives hold
         self._kept: list[Tensor] = []  # whose addresses the calls hold
         self.begin, self.sent, self.done, self.ended = (torch.cuda.Event() for _ in range(4))
 
@@ -73,9 +73,10 @@ class Plan:
         self._kept += [*part.kept, *(() if collective is None else collective.tensors)]
         self.operator = self.operator or part.operator
         if collective is None:
-            own = {tensor.untyped_storage().data_ptr() for tensor in self._gradients if tensor.numel() > 0}
-            if any(tensor.untyped_storage().data_ptr() in own for tensor in self._kept):
-                self._addresses = list(map(Tensor.data_ptr, self._gradients))
+            kept = {tensor.untyped_storage().data_ptr() for tensor in self._kept if tensor.numel() > 0}
+            for index, tensor in enumerate(self._gradients):
+                if tensor.numel() > 0 and tensor.untyped_storage().data_ptr() in kept:
+                    self._held.append((index, tensor.data_ptr()))
             self.is_complete = self.operator is None
             if not self.is_complete:
                 self.parts, self._kept = [], []
@@ -84,5 +85,11 @@ class Plan:
         return collective
 
     def fits(self, source: Sequence[Tensor], target: Sequence[Tensor]) -> bool:
-        """Whether the plan serves a step on these tensors, in the layouts of the recorded ones."""
-        return self._addresses is None or self._addresses == list(map(Tensor.data_ptr, [*source, *target]))
+        """Whether the plan serves a step on these tensors, in the layouts of the recorded ones.
+
+        Their addresses may differ, except of those that calls or collectives hold.
+        """
+        if not self._held:
+            return True
+        gradients = [*source, *target]
+        return all(gradients[index].data_ptr() == address for index, address in self._held)

@@ -105,11 +105,15 @@ class StreamExecutor(Executor):
         self._n_submitted = 0  # a bucket usually gets the same workspace in each step, so cached views fit
 
     def close(self, timeout: float) -> None:  # noqa: D102
-        self.abandon()
-
-    def abandon(self) -> None:  # noqa: D102
         self._error = self._error or RuntimeError(CLOSED.format("The executor"))
         self.finish()
+
+    def abandon(self) -> None:  # noqa: D102
+        self.close(0)
+        self._kernels.wait_stream(self._collectives)  # no task will: so `keep` and `join` cover both streams
+
+    def join(self) -> None:  # noqa: D102
+        torch.cuda.current_stream(self.index).wait_stream(self._kernels)
 
     def _enqueue(
         self, flight: Result | Handle | None, before: Result | Handle | None, prepare: Callable[[], None] | None = None

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.comm import Connections, Task, executor_for
+from gradwire.comm import Connections, Executor, Task, executor_for
 from gradwire.comm.shared_facts import SharedFacts
 from gradwire.compress._validation import check_elements, check_memory_shape, check_range, checked_tensors
 from gradwire.compress.memory import BucketMemory, Memory, MemoryByName
@@ -109,15 +109,31 @@ class StateMemory:
         self._check_loaded(names)
         for entry, loaded in self.loaded.items():
             self.own[entry] |= {name: self._share(entry, loaded.pop(name)) for name in names if name in loaded}
+        executor = executor_for(group, bucket.device)
+        if any(not set(names).isdisjoint(known) for known in self.buckets):
+            executor.join()  # if a backward has raised, its work on this memory may still run
         self.drop_buckets(names)
+        self._keep_while_copied(names, executor)
         parameters = [gradient_layout(parameter) for parameter in bucket.parameters()]
-        transport = executor_for(group, bucket.device).transport
-        made: BucketMemory | None = self._state.make_bucket(parameters, bucket.dtype, names, transport, self.own)
+        made: BucketMemory | None = self._state.make_bucket(
+            parameters, bucket.dtype, names, executor.transport, self.own
+        )
         if made is not None:
             self.keep(made.memory)
             for name in made.inherited or ():  # the bucket holds these errors now, and has no views of them
                 self.own[ERRORS].pop(name, None)
         return made
+
+    def _keep_while_copied(self, names: Sequence[str], executor: Executor) -> None:
+        """Keep the memory of earlier tensors, once nobody refers to them, until a new bucket has taken over from them.
+
+        On a GPU, it does so on the current stream, which may be one of FSDP2's, and on those of the executor.
+        """
+        earlier = [own[name] for own in self.own.values() for name in names if name in own]
+        executor.keep(earlier)
+        for tensor in earlier:
+            if tensor.is_cuda:
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
     def declared_memory(
         self, parameters: Sequence[Tensor], dtype: torch.dtype, names: Sequence[str], earlier: MemoryByName

@@ -9,7 +9,11 @@ them. Where a hook's algorithm launches anything but gradwire's kernels, nothing
 - the step is of the same variant (`HookSettings._variant`), and the bucket has the same layout of tensors and divisor;
 - nothing measures the step, and no CUDA graph is captured.
 
-Addresses and the number of the step may change: they lie in device memory, and are replaced before a replay.
+Addresses and the number of the step may change: they lie in device memory, and are replaced before a replay. But a
+collective may hold a gradient itself, such as a vector that is alone in its bucket, or a launch a buffer. A plan that
+holds memory which later steps do not use is dropped, and nothing is recorded again if this happens before its first
+replay, `MOST_MISFITS` times in a row. Nor does a plan outlive its kind of steps: its buffer is as large as their
+messages.
 """
 
 from __future__ import annotations
@@ -37,6 +41,8 @@ from gradwire.kernels import Recording, SegmentTable, layout_guard
 # Kernels are then compiled, tables uploaded, and the workspace, which shrinks after
 # `Workspace.STEPS_BEFORE_SHRINKING` smaller steps, has the size that it keeps.
 WARM_UP_STEPS = 5
+MOST_MISFITS = 2
+MOST_IDLE_STEPS = 4  # then a workspace without its plan still shrinks before the next one is recorded
 
 
 class Plans:
@@ -49,6 +55,7 @@ class Plans:
     def __init__(self) -> None:
         self.settings: HookSettings | None = None
         self._entries: dict[Hashable, _Entry] = {}
+        self._n_steps = 0
 
     def to_record(
         self,
@@ -76,8 +83,10 @@ class Plans:
             entry = self._entries[key] = _Entry(token, agreement)
             if bucket.plans is None and memory is not None:
                 entry.watch(bucket.parameters())
+        self._count_step(entry)
+        self._entries = {k: e for k, e in self._entries.items() if self._n_steps - e.latest <= MOST_IDLE_STEPS}
         entry.n_steps += 1
-        if entry.n_steps <= WARM_UP_STEPS or entry.plan is not None:
+        if entry.n_steps <= WARM_UP_STEPS or entry.plan is not None or entry.n_misfits == MOST_MISFITS:
             return None
         gradients = [*work.source.tensors, *work.target.tensors]
         entry.plan = Plan(Recording, executor.place, gradients, partial(entry.refresh, work, number))
@@ -104,7 +113,10 @@ class Plans:
             return None
         assert entry.plan is not None
         if not entry.plan.fits(work.source.tensors, work.target.tensors):
+            entry.drop_plan()
             return None
+        self._count_step(entry)
+        entry.n_misfits = 0
         if not is_in_hook and settings._begin_bucket(bucket.position):
             settings._match_scale(connections)
         settings._count_bucket(bucket, entry.token.memory)
@@ -112,6 +124,10 @@ class Plans:
         if bucket.is_final or bucket.ends_late:
             executor.finish()
         return flight
+
+    def _count_step(self, entry: _Entry) -> None:
+        self._n_steps += 1
+        entry.latest = self._n_steps
 
 
 def replayed(
@@ -143,7 +159,9 @@ class _Entry:
 
     def __init__(self, token: _Token, agreement: Agreement | None) -> None:
         self.token, self._agreement = token, agreement
-        self.n_steps = 0  # since the token is this one
+        self.n_steps = 0  # since the token is this one, or the plan was dropped
+        self.n_misfits = 0  # plans that were dropped since the last replay
+        self.latest = 0  # number of its latest step among those of the bucket
         self.plan: Plan | None = None
         self.parameters: list[weakref.ref[Tensor]] | None = None  # on PyTorch's DDP, with memory
         self._guard: Callable[..., bool] | None = None  # whether they have the layouts of the plan
@@ -170,6 +188,10 @@ class _Entry:
         return agreement is None or (
             agreement.token is self.token.agreement and agreement.settings == settings._compared_options()
         )
+
+    def drop_plan(self) -> None:
+        """Drop a plan that does not fit a step: it would keep the memory whose addresses it holds."""
+        self.plan, self.n_steps, self.n_misfits = None, 0, self.n_misfits + 1
 
     def refresh(self, work: BucketWork, number: int) -> None:
         """Replace the addresses of the tensors in device memory, and the number of the step."""

@@ -69,6 +69,8 @@ def reduce_bucket(
     else:
         work = bucket.work(transport, memory.layout if isinstance(memory, BucketMemory) else None)
         result = work.result
+        if isinstance(bucket, TorchBucket):
+            executor.keep([result])  # PyTorch's buffer: its DDP may be replaced after an error in a backward
     # Not in the task: `sample` calls the user's report, which must run in the training thread.
     sample = None
     if telemetry is not None and not is_capturing(device):

@@ -186,6 +186,8 @@ def _compress_wrapper(hook: CommHook, dtype: torch.dtype, name: str) -> CommHook
                 stream = torch.cuda.current_stream(wire.device)
                 wire.record_stream(stream)
                 work.target.table.record_stream(stream)
+                if not adapted.zero_copy:  # a buffer, which outlives many steps
+                    work.result.record_stream(stream)
             return work.result
 
         return hook(hook_state, bucket).then(decompress)

@@ -89,6 +89,10 @@ class BucketBase(OwnBucket):
         """Raise RuntimeError for a gradient, by position, that a hook has removed."""
         raise RuntimeError(stepped_early(f"The gradient of {self._names[i]} was removed"))
 
+    def in_flight(self) -> list[Tensor]:
+        """The tensors of this backward that its reduction may read and write."""
+        raise NotImplementedError
+
     def launch(
         self,
         hook: BucketHook,
@@ -169,6 +173,10 @@ class DenseBucket(BucketBase):
         self.zero_copy = False
         if self._frees_buffer:
             self._buffer = None
+
+    def in_flight(self) -> list[Tensor]:
+        """The tensors of this backward that its reduction may read and write."""
+        return [*self._grads, *(each for each in (self._buffer, self._replaced) if each is not None)]
 
     def buffer(self) -> Tensor:
         """The gradients as one flat tensor, each in its own memory order; complex ones as real pairs."""
@@ -428,6 +436,10 @@ class SparseBucket(BucketBase):
         self._sets_gradient = sets_gradient  # with mixed precision: PyTorch's hook casts every ``.grad``
         self._is_absent = False  # whether this rank has no gradient at all
         self._gradient: Tensor | None = None
+
+    def in_flight(self) -> list[Tensor]:
+        """The tensors of this backward that its reduction may read and write."""
+        return [] if self._gradient is None else [self._gradient._indices(), self._gradient._values()]
 
     def buffer(self) -> Tensor:
         """The gradient: sparse, in the parameter's shape."""

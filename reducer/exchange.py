@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from gradwire.comm import GroupTransport, connections
 from gradwire.comm.rank_differences import format_ranks, out_of_step
@@ -179,10 +180,23 @@ class Exchange:
         elsewhere = own.failure_elsewhere(wait=is_of_peer)
         self.note_groups()
         failure = elsewhere or f"Step {step} failed on rank {dist.get_rank(self.process_group)}: {cause}"
-        for each in (own, *filter(None, map(connections.existing_connections, self.hook_groups))):
+        for each in self._all_connections():
             each.fail(failure)
         own.end_exchange(self)
         return elsewhere
+
+    def keep(self, tensors: Sequence[Tensor]) -> None:
+        """Keep the memory of tensors until all that this exchange has begun is done, after an error, too.
+
+        On a GPU, nothing waits for the buckets of a failed step, and the user frees their gradients.
+        """
+        for each in self._all_connections():
+            each.keep(tensors)
+
+    def _all_connections(self) -> list[connections.Connections]:
+        """Those on the process group, and on the groups that the hook has used."""
+        found = map(connections.existing_connections, self.hook_groups)
+        return [self.connections, *(each for each in found if each is not None)]
 
     def announce_forward(self) -> None:
         """While a forward waits for other ranks: tell them where this one is; raise RuntimeError if one has left."""

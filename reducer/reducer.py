@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from gradwire.comm.connections import ADVICE, may_follow_from_peer
-from gradwire.comm.stream_executor import Handle
+from gradwire.comm.stream_executor import Handle, Result
 from gradwire.comm.torch_internals import NO_BACKWARD, EndCallback, current_backward, profiler_range, queue_callback
 from gradwire.comm.transport import clear_frames, wait_for
 from gradwire.hooks._bucket import tensor_in
@@ -77,16 +77,18 @@ class Backward:
         """The parameters whose gradients are not ready."""
         return [index for index, is_ready in enumerate(self.ready) if not is_ready]
 
-    def take_values(self) -> list[Any]:
+    def take_values(self, is_needed: bool) -> list[Any]:
         """The values of the futures that are done; None for the others and for failed ones. Drops the futures.
 
-        On a GPU, the current stream waits for the values.
+        On a GPU, the current stream waits for the values. Unless they are needed, it does not wait for an executor,
+        which keeps the gradients (`Exchange.keep`): a collective may never end.
         """
         values = []
         while self.futures:
             future = self.futures.pop(0)
+            is_passed_over = not is_needed and isinstance(future, Handle | Result)
             try:
-                values.append(future.wait() if future is not None and future.done() else None)
+                values.append(None if future is None or is_passed_over or not future.done() else future.wait())
             except Exception as error:
                 clear_frames(error)
                 values.append(None)
@@ -679,12 +681,14 @@ class Reducer:
         """Leave the exchange and discard this step. Returns the error of another rank that left before this one."""
         self.error = cause
         elsewhere = self.exchange.leave(self.times.iterations, cause, is_of_peer)
-        if (take_back := self.hook.take_back) is not None:
-            for bucket, result in zip(self.buckets, self._backward.take_values(), strict=False):  # none between steps
-                if result is not None:
-                    with suppress(Exception), torch.no_grad():  # never applied: back to the hook's error memory
-                        bucket.discard(tensor_in(result), take_back)
-        self._backward.futures.clear()  # a frame of the error's traceback may hold them, and a future holds its error
+        self.exchange.keep([tensor for bucket in self.buckets for tensor in bucket.in_flight()])
+        take_back = self.hook.take_back
+        # A frame of the error's traceback may hold the futures, and a future holds its error: drop them.
+        values = self._backward.take_values(is_needed=take_back is not None)
+        for bucket, result in zip(self.buckets, values, strict=False):  # none between steps
+            if result is not None and take_back is not None:
+                with suppress(Exception), torch.no_grad():  # never applied: back to the hook's error memory
+                    bucket.discard(tensor_in(result), take_back)
         self._post_backward_futures = []
         self.forward_is_running = False
         self._begin(Phase.DONE)
@@ -776,6 +780,7 @@ class Reducer:
         with self.leaving("a backward pass of the ranks with inputs left"):
             exchange.begin_backward(self.hook.has_groups)
             buckets: list[ReducerBucket] = [bucket.with_zeros(self.hook.is_zero_copy) for bucket in self.buckets]
+            exchange.keep([tensor for bucket in buckets for tensor in bucket.in_flight()])  # also after an error
             futures: list[Any] = [
                 bucket.launch(self.hook, exchange, exchange.process_group.size()) for bucket in buckets
             ]

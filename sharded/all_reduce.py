@@ -201,6 +201,7 @@ class ReplicaAverage:
         try:
             future = self._hook(self._state, bucket)  # type: ignore[arg-type]
         except BaseException:
+            connections_of(self.replicas).keep([flat])  # FSDP2 frees it
             bucket.release()
             raise
         finish = partial(self._finish, bucket, flat, is_mean, future)
@@ -212,6 +213,9 @@ class ReplicaAverage:
         try:
             value: Any = wait_for(future, connections.check_peers)
             bucket.finish(tensor_in(value))
+        except BaseException:
+            connections.keep([flat])
+            raise
         finally:
             bucket.release()
         if isinstance(self._state, HookState):

@@ -93,7 +93,11 @@ class QuantizedReduceScatter:
         self.gradient_bytes, self.sent_bytes = gradients.nbytes, bucket.message_bytes
         future = start_reduce_scatter(bucket, gradients, output, scale, self.n_calls, executor)
         connections.finish()
-        wait_for(future, connections.check_peers)
+        try:
+            wait_for(future, connections.check_peers)
+        except BaseException:
+            connections.keep([gradients, output])  # FSDP2 frees them
+            raise
         self.take_back = partial(self._take_back, group.rank(), scale)
         if bucket.errors is not None:
             # FSDP2 overwrites the result: all-reduces it, and divides sums.

@@ -11,6 +11,7 @@ from gradwire.bench.gpu import sanitizer, timings
 from gradwire.bench.gpu.timings import CAPTURED, LINKED, TIMED, captured_step, hook_bytes, hook_step, kernel
 from gradwire.bench.implementations import GRADWIRE, PYTORCH
 from gradwire.bench.kernel_cases import CASES, KernelCase
+from gradwire.hooks.powerSGD_hook import PowerSGDState
 from gradwire.planner.hook_registry import HOOKS
 from tests.support.rehearsal import gpu_on_cpu
 
@@ -62,6 +63,12 @@ class TestHooks:
         for row in (ours, theirs):
             assert row["device_ms"]["p50"] > 0
             assert (row["launches"], row["host_waits"]) == (0, 0)
+
+    def test_hook_that_needs_flat_buffers_passes_its_check(self):
+        step = timings._ours("powersgd-r4-batched", SMALL, CPU)
+        assert isinstance(step.state, PowerSGDState)
+        rate, _, _ = step.state.compression_stats()
+        assert rate > 2
 
     @pytest.mark.parametrize("hook", CAPTURED)
     def test_captured_step_is_timed_with_the_eager_step(self, hook):

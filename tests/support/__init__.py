@@ -16,7 +16,8 @@ sharded             a model sharded by FSDP2, and its exact gradients: sharded
 bits                assertions about bitwise equal results: everywhere
 rehearsal           the code path of a GPU on CPU tensors, NCCL's rules over gloo: test_replays, test_nccl_rules, bench
 rehearse            ``make gpu-rehearsal``, a program
-stream_double       streams that find missing edges between kernels and collectives: test_stream_executor
+happens_before      finds races of streams and freed memory, on a double of a GPU: test_stream_executor, test_gpu_path
+gpu_scenarios       training on that double, with all that may happen in between: test_gpu_path
 faulty_run          starts ranks of faulty_rank, and checks their steps: tests/faults
 faulty_rank         a rank that meets a fault, a program: faulty_run
 elastic_rank        a worker that kills itself, a program: test_elastic

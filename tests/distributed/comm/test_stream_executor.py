@@ -1,4 +1,4 @@
-"""`StreamExecutor`: the order of kernels and collectives on its two streams, by a double that finds missing edges."""
+"""`StreamExecutor`: the order of kernels and collectives on its two streams, with operators of PyTorch as kernels."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ from gradwire.compress import (
     scaled_cast_all_reduce,
 )
 from gradwire.reducer.reducer import Backward
-from tests.support.stream_double import Race, Stream, StreamTransport, stream_double
+from tests.support.happens_before import RACE, CheckedTransport, checking
 
 CPU = torch.device("cpu")
 N_BUCKETS, STEPS = 3, 3
@@ -84,9 +84,9 @@ class Quantized:
 ALGORITHMS = {each.__name__: each for each in (Cast, ScaledCast, PowerSGD, Alternating, Quantized)}
 
 
-def train(device, algorithm):
+def train(algorithm):
     """Steps of a few buckets: the main stream writes gradients, the executor averages them, the main stream reads."""
-    transport = StreamTransport(device)
+    transport = CheckedTransport()
     executor = StreamExecutor(transport, CPU)
     hooks = [ALGORITHMS[algorithm](transport) for _ in range(N_BUCKETS)]
     for iteration in range(STEPS):
@@ -107,56 +107,71 @@ def train(device, algorithm):
     return executor
 
 
+EDGES = {("main", "kernels"), ("kernels", "collectives"), ("collectives", "kernels"), ("kernels", "main")}
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_streams_wait_for_all_that_they_use_and_for_nothing_else(algorithm):
-    with stream_double() as device:
-        executor = train(device, algorithm)
-    assert edges_between(device, executor) == set(EDGES)
-    assert len(device.collectives) >= N_BUCKETS * STEPS
+    with checking() as checker:
+        executor = train(algorithm)
+    assert not checker.findings
+    assert checker.edges == EDGES
+    assert len(executor.transport.issued) >= N_BUCKETS * STEPS
     assert executor._kernels.priority == executor._collectives.priority == -1
 
 
 def test_waiting_for_a_task_without_a_result_orders_what_it_wrote():
-    with stream_double() as device:
-        transport = StreamTransport(device)
-        executor = StreamExecutor(transport, CPU)
-        tensor = torch.ones(8)
+    with checking() as checker:
+        executor, tensor = StreamExecutor(CheckedTransport(), CPU), torch.ones(8)
 
         async def task():
             tensor.add_(1)
-            await transport.all_reduce(tensor)
+            await executor.transport.all_reduce(tensor)
             tensor.add_(1)
 
         executor.submit(Task(lambda _: task())).wait()
         tensor.mul_(2)
+    assert not checker.findings
     assert tensor.tolist() == [6.0] * 8
 
 
+def failed_step(executor):
+    """The futures of a step that fails after its first bucket."""
+
+    async def task():
+        return torch.ones(8)
+
+    return SimpleNamespace(futures=[executor.submit(Task(lambda _: task())), None])
+
+
 def test_results_of_a_failed_step_are_waited_for_before_they_return_to_the_error_memory():
-    with stream_double() as device:
-        executor = StreamExecutor(StreamTransport(device), CPU)
-
-        async def task():
-            return torch.ones(8)
-
-        step = SimpleNamespace(futures=[executor.submit(Task(lambda _: task())), None])
-        result, nothing = Backward.take_values(step)
+    with checking() as checker:
+        step = failed_step(StreamExecutor(CheckedTransport(), CPU))
+        result, nothing = Backward.take_values(step, is_needed=True)
         result.add_(1)  # on the main stream
+    assert not checker.findings
     assert nothing is None
 
 
-def roles_of(executor):
-    """The role of each stream, by its name."""
-    return {"main": "main", executor._kernels.name: "kernels", executor._collectives.name: "collectives"}
+def test_results_of_a_failed_step_that_nobody_needs_are_not_waited_for():
+    """A peer may have left before their collectives: the caller's stream would wait for the timeout."""
+    with checking() as checker:
+        step = failed_step(StreamExecutor(CheckedTransport(), CPU))
+        assert Backward.take_values(step, is_needed=False) == [None, None]
+    assert ("kernels", "main") not in checker.edges
+    assert step.futures == []
 
 
-def edges_between(device, executor):
-    """The kinds of waits of a run, by the streams that they join."""
-    roles = roles_of(executor)
-    return {(roles[source], roles[target]) for source, target in device.edges}
-
-
-EDGES = [("main", "kernels"), ("kernels", "collectives"), ("collectives", "kernels"), ("kernels", "main")]
+def test_result_of_a_wrapper_is_waited_for_after_a_failed_step():
+    """It is written on a stream of PyTorch's, for which nothing keeps the gradients."""
+    with checking() as checker:
+        written = torch.zeros(8)
+        step = failed_step(StreamExecutor(CheckedTransport(), CPU))
+        step.futures[0] = step.futures[0].then(lambda future: written.add_(1))
+        Backward.take_values(step, is_needed=False)
+        written.add_(1)
+    assert not checker.findings
+    assert ("pool", "main") in checker.edges
 
 
 # --- replays
@@ -178,11 +193,11 @@ class Recording:
         Recording.current = None
 
 
-def launch(device, executor, work):
+def launch(checker, executor, work):
     """Run work on the device, as a kernel."""
 
     def call():
-        with device.stream(executor._kernels):
+        with checker.on(executor._kernels):
             work()
 
     call()
@@ -190,19 +205,15 @@ def launch(device, executor, work):
         Recording.current.calls.append(call)
 
 
-def replay_steps(device, missing=None, fails_at=None, takes_future=False):
+def replay_steps(checker, missing=None, fails_at=None, takes_future=False):
     """A recorded step of three tasks of two collectives, and two replayed ones without the edges ``missing``.
 
     Returns the executor, and the outcomes of the tasks of the last step: their result, or the text of the error.
     """
-    executor = StreamExecutor(StreamTransport(device), CPU)
-    roles, join, plans, run = roles_of(executor), Stream.wait_event, [], executor.transport.run
-    calls = []
+    executor = StreamExecutor(CheckedTransport(), CPU)
+    plans, calls, run = [], [], executor.transport.run
     buffers, gradients = [torch.ones(8) for _ in range(2)], [torch.ones(8) for _ in range(N_BUCKETS)]
-
-    def forgetful(stream, event):
-        if len(plans) < N_BUCKETS or (roles[event.stream.name], roles[stream.name]) != missing:
-            join(stream, event)
+    checker.leaves_out = lambda event, stream: len(plans) == N_BUCKETS and (event.stream.name, stream.name) == missing
 
     def failing(collective):
         calls.append(collective)
@@ -212,15 +223,15 @@ def replay_steps(device, missing=None, fails_at=None, takes_future=False):
 
     async def task(_, buffer, gradient):
         for _ in range(2):
-            launch(device, executor, lambda: buffer.copy_(gradient))
+            launch(checker, executor, lambda: buffer.copy_(gradient))
             await executor.transport.all_reduce(buffer)
-        launch(device, executor, lambda: gradient.copy_(buffer))
+        launch(checker, executor, lambda: gradient.copy_(buffer))
         return gradient
 
-    with mock.patch.object(Stream, "wait_event", forgetful), mock.patch.object(executor.transport, "run", failing):
+    with mock.patch.object(executor.transport, "run", failing):
         for step in range(3):
             if step == 1:
-                device.edges.clear()
+                checker.edges.clear()
             flights = []
             for k, gradient in enumerate(gradients):
                 gradient.mul_(2)  # the backward, in the main stream
@@ -246,32 +257,34 @@ def replay_steps(device, missing=None, fails_at=None, takes_future=False):
 
 @pytest.mark.parametrize("takes_future", [False, True])
 def test_replays_join_the_streams_as_other_steps_do(takes_future):
-    with stream_double() as device:
-        executor, outcomes = replay_steps(device, takes_future=takes_future)
-    assert edges_between(device, executor) == set(EDGES)
+    with checking() as checker:
+        _, outcomes = replay_steps(checker, takes_future=takes_future)
+    assert not checker.findings
+    assert checker.edges == EDGES
     assert outcomes == [0, 1, 2]
 
 
 @pytest.mark.parametrize("takes_future", [False, True])
-@pytest.mark.parametrize("edge", EDGES)
+@pytest.mark.parametrize("edge", sorted(EDGES))
 def test_replay_without_an_edge_is_a_race(edge, takes_future):
-    with stream_double() as device, pytest.raises(Race):
-        replay_steps(device, missing=edge, takes_future=takes_future)
+    with checking() as checker:
+        replay_steps(checker, missing=edge, takes_future=takes_future)
+    assert checker.kinds == {RACE}
 
 
 @pytest.mark.parametrize(("fails_at", "outcomes"), [(12, ["expected"] * 3), (15, [0, "expected", "expected"])])
 def test_failed_collective_of_a_replay_fails_the_tasks_in_flight(fails_at, outcomes):
     """Of the collectives C1, C2, C1', C3, C2', C3' of the last step, the first or the fourth fails."""
-    with stream_double() as device:
-        executor, seen = replay_steps(device, fails_at=fails_at)
+    with checking() as checker:
+        executor, seen = replay_steps(checker, fails_at=fails_at)
     assert seen == outcomes
     assert executor.has_failed
-    assert len(device.collectives) == fails_at, "none after the failure"
+    assert len(executor.transport.issued) == fails_at, "none after the failure"
 
 
 def test_full_task_after_a_replayed_one_leaves_the_callers_stream_current():
-    with stream_double() as device:
-        executor, tensor = StreamExecutor(StreamTransport(device), CPU), torch.ones(8)
+    with checking() as checker:
+        executor, tensor = StreamExecutor(CheckedTransport(), CPU), torch.ones(8)
 
         async def task(_):
             await executor.transport.all_reduce(tensor)
@@ -281,7 +294,7 @@ def test_full_task_after_a_replayed_one_leaves_the_callers_stream_current():
         executor.finish()
         executor.replay(plan, tensor, lambda: None)
         executor.submit(Task(task))
-        assert device.current == [device.main]
+        assert checker.current is checker.main
 
 
 def noted(executor, events, name, fails_at=None):
@@ -303,8 +316,8 @@ def noted(executor, events, name, fails_at=None):
 
 def test_first_collective_precedes_later_ones_of_the_previous_task():
     events = []
-    with stream_double() as device:
-        executor = StreamExecutor(StreamTransport(device), CPU)
+    with checking():
+        executor = StreamExecutor(CheckedTransport(), CPU)
         for _ in range(2):
             futures = [executor.submit(Task(noted(executor, events, k))) for k in (1, 2, 3)]
             assert [future.wait() for future in futures] == [1, 2, 3]
@@ -317,14 +330,14 @@ def test_first_collective_precedes_later_ones_of_the_previous_task():
 
 def test_kernels_do_not_wait_for_a_collective_of_the_next_task():
     known = []
-    with stream_double() as device:
-        executor = StreamExecutor(StreamTransport(device), CPU)
+    with checking() as checker:
+        executor = StreamExecutor(CheckedTransport(), CPU)
         transport = executor.transport
 
         async def task(workspace):
             buffer = workspace.wire(8, torch.float32).zero_()
             await transport.all_reduce(buffer)
-            known.append(device.current[-1].known[executor._collectives.name])
+            known.append(checker.current.clock[executor._collectives])
             await transport.all_reduce(buffer)
 
         for _ in range(3):
@@ -337,8 +350,8 @@ def test_kernels_do_not_wait_for_a_collective_of_the_next_task():
 
 def test_future_of_an_earlier_task_completes_when_awaited():
     events = []
-    with stream_double() as device:
-        executor = StreamExecutor(StreamTransport(device), CPU)
+    with checking():
+        executor = StreamExecutor(CheckedTransport(), CPU)
         assert executor.submit(Task(noted(executor, events, 1))).wait() == 1
         first = executor.submit(Task(noted(executor, events, 2)))
         seen = []
@@ -352,8 +365,8 @@ def test_future_of_an_earlier_task_completes_when_awaited():
 def test_last_future_of_a_backward_completes_without_being_awaited():
     """As C++ does: it calls no methods of Python's futures."""
     events, futures = [], []
-    with stream_double() as device:
-        executor = StreamExecutor(StreamTransport(device), CPU)
+    with checking():
+        executor = StreamExecutor(CheckedTransport(), CPU)
         x = torch.ones(3, requires_grad=True)
         y, z = 2 * x, 3 * x
         for k, each in enumerate((y, z)):
@@ -367,8 +380,8 @@ def test_last_future_of_a_backward_completes_without_being_awaited():
 @pytest.mark.parametrize("part", [0, 1, 2])
 def test_failed_task_ends_all_collectives_and_fails_the_tasks_in_flight(part):
     events = []
-    with stream_double() as device:
-        executor = StreamExecutor(StreamTransport(device), CPU)
+    with checking():
+        executor = StreamExecutor(CheckedTransport(), CPU)
         first = executor.submit(Task(noted(executor, events, 1)))
         second = executor.submit(Task(noted(executor, events, 2, fails_at=part)))
         third = executor.submit(Task(noted(executor, events, 3)))
