@@ -58,9 +58,11 @@ test-slow: install
 	$(BIN)/python -m pytest $(ON_ALL_CORES) -m "slow and not faults"
 	env TRITON_INTERPRET=1 $(BIN)/python -m pytest $(ON_ALL_CORES) -m slow tests/kernels
 
-# Random training loops from a new seed, which is printed; GRADWIRE_SEED repeats a run.
+# Random sequences of events from a new seed, which is printed; GRADWIRE_SEED repeats a run. Takes MINUTES for each of
+# the three comparisons.
+MINUTES ?= 20
 random: install
-	env OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m slow tests/distributed/reducer/test_random_training.py -k new_seed
+	env OMP_NUM_THREADS=1 GRADWIRE_MINUTES=$(MINUTES) $(BIN)/python -m pytest -s -m slow tests/distributed/test_random_sequences.py
 
 # Plants the defects of tests/mutants.toml one by one, and lists those that no test catches. Takes minutes.
 mutants: install

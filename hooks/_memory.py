@@ -222,7 +222,7 @@ class StateMemory:
     # Checkpoints.
 
     def merged(self, entry: str) -> dict[str, Tensor]:
-        """The tensors of all ranks, merged as declared, on the CPU. A collective call."""
+        """The tensors of all ranks, merged as declared, on the CPU, in the order of their names. A collective call."""
         declared, names, group = self.declared[entry], self._state.names, self._state._group
         own = self.tensors(entry)
         present = set(own)
@@ -230,9 +230,9 @@ class StateMemory:
             for parameter, name in names.compressible().items():
                 if name not in own:
                     own[name] = declared.zeros(as_real(parameter), torch.device("cpu"))
-        merged = {name: own[name] for name in sorted(own) if name not in present}
         if declared.merge == "same":
-            return merged | {name: own[name].to("cpu", copy=True) for name in present}
+            return {name: own[name].to("cpu", copy=True) for name in sorted(own)}
+        merged = {name: own[name] for name in own if name not in present}
         if own:
             divisor = group.size() if declared.merge == "mean" else 1
             device = next(iter([*names.parameters(), *own.values()])).device
@@ -250,7 +250,7 @@ class StateMemory:
                         merged[name] = total.cpu()
 
             executor.submit(Task(lambda _: add_up())).wait()
-        return merged
+        return dict(sorted(merged.items()))
 
     def load(self, saved: MemoryByName) -> None:
         """Continue from `merged` memory, which was checked."""

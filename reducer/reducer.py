@@ -88,7 +88,7 @@ class Backward:
             future = self.futures.pop(0)
             is_passed_over = not is_needed and isinstance(future, Handle | Result)
             try:
-                values.append(None if future is None or is_passed_over or not future.done() else future.wait())
+                values.append(future.wait() if future is not None and not is_passed_over and future.done() else None)
             except Exception as error:
                 clear_frames(error)
                 values.append(None)

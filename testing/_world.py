@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from itertools import count
@@ -60,11 +60,15 @@ class CaseFailed(Exception):
 class World:
     """Processes of ranks 0 to ``size`` - 1, started at the first call of `run`, and anew after a failure.
 
-    ``folder`` has their logs; by default it is a temporary one.
+    ``folder`` has their logs; by default it is a temporary one. ``environment`` has further variables, such as those
+    that choose kernels when they are imported.
     """
 
-    def __init__(self, size: int, folder: str | Path | None = None) -> None:
+    def __init__(
+        self, size: int, folder: str | Path | None = None, environment: Mapping[str, str] | None = None
+    ) -> None:
         self.size = size
+        self._environment = tuple(sorted((environment or {}).items()))
         self._temporary = tempfile.TemporaryDirectory(prefix="gradwire-") if folder is None else None
         self._folder = Path(self._temporary.name if self._temporary else folder or "")
         self._generation = count()
@@ -110,7 +114,10 @@ class World:
     def _start(self) -> None:
         folder = self.next_folder()
         rendezvous = str(folder / "rendezvous")
-        self._members = [Member(rank, folder, serve, rank, self.size, rendezvous) for rank in range(self.size)]
+        self._members = [
+            Member(rank, folder, serve, rank, self.size, rendezvous, environment=self._environment)
+            for rank in range(self.size)
+        ]
         answers = collect(self._members, START_LIMIT, grace=GRACE)
         if any(answer is None or answer[0] != "result" for answer in answers):
             raise self._failure("The start of the ranks", answers)
@@ -139,15 +146,21 @@ class World:
 class Member:
     """A process, its log, and this side of the pipe to it, which is the first argument of ``target``."""
 
-    def __init__(self, rank: int, folder: Path, target: Callable[..., None], *arguments: Any) -> None:
+    def __init__(
+        self,
+        rank: int,
+        folder: Path,
+        target: Callable[..., None],
+        *arguments: Any,
+        environment: tuple[tuple[str, str], ...] = (),
+    ) -> None:
         self.rank = rank
         self.log = folder / f"rank_{rank}.log"
         context = multiprocessing.get_context("forkserver")
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=target, args=(theirs, str(self.log), *arguments), daemon=True)
-        with mock.patch.object(
-            multiprocessing.forkserver, "connect_to_new_process", fork_server(rank).connect_to_new_process
-        ):
+        server = fork_server(rank, environment)
+        with mock.patch.object(multiprocessing.forkserver, "connect_to_new_process", server.connect_to_new_process):
             self.process.start()
         theirs.close()
 
@@ -162,14 +175,17 @@ class Member:
 
 
 @functools.cache
-def fork_server(rank: int) -> ForkServer:
-    """The fork server that starts the processes of a rank, with all imports done; started at the first call."""
+def fork_server(rank: int, environment: tuple[tuple[str, str], ...] = ()) -> ForkServer:
+    """The fork server that starts the processes of a rank, with all imports done; started at the first call.
+
+    ``environment``: names and values of variables besides `ENVIRONMENT`.
+    """
     server = ForkServer()
     server.set_forkserver_preload(PRELOAD)
     # This process may have switched Triton's interpreter on: far too slow for training.
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {**ENVIRONMENT, "PYTHONHASHSEED": str(rank + 1)}
-    with mock.patch.dict(os.environ, environment, clear=True):
+    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    variables |= {**ENVIRONMENT, **dict(environment), "PYTHONHASHSEED": str(rank + 1)}
+    with mock.patch.dict(os.environ, variables, clear=True):
         server.ensure_running()
     return server
 

@@ -17,7 +17,9 @@ collect_ignore_glob = [] if find_spec("hypothesis") and find_spec("numpy") else 
 
 if INTERPRETED:
     from tests.kernels.support import bounds, interpreter_repair
+    from tests.support import fast_interpreter
 
+    fast_interpreter.install()
     interpreter_repair.install()
     bounds.install()
 

@@ -13,6 +13,10 @@ features            models, plans and options of DDP's features, parity with PyT
 fault_schedules     trainings with random faults, and what holds at their end: test_faults, test_sharded_faults
 powersgd_steps      steps of PowerSGD on chosen gradients: the files test_powersgd*, test_simple_examples
 sharded             a model sharded by FSDP2, and its exact gradients: sharded
+sequences           random sequences of events, and the hooks that they are drawn with: test_random_sequences
+sequence_events     the events of random sequences: sequence_training, test_random_sequences
+sequence_training   a run of a random sequence on a rank, with laws: test_random_sequences
+fast_interpreter    Triton's interpreter in two thirds of the time: fork_server, tests/kernels
 bits                assertions about bitwise equal results: everywhere
 rehearsal           the code path of a GPU on CPU tensors, NCCL's rules over gloo: test_replays, test_nccl_rules, bench
 rehearse            ``make gpu-rehearsal``, a program

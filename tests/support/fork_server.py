@@ -4,9 +4,15 @@ Ranks import this repository's `tests`, but not its other folders: as modules, s
 same name.
 """
 
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
 
 tests = sys.modules["tests"] = ModuleType("tests")
 tests.__path__ = [str(Path(__file__).parents[1])]
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from tests.support import fast_interpreter
+
+    fast_interpreter.install()

@@ -17,7 +17,10 @@ from gradwire.testing._world import CASE_LIMIT, ENVIRONMENT, EXITED, START_LIMIT
 from tests.support import gpu_worker, worker
 from tests.support.gpu_worker import SHARED_GPU
 
-__all__ = ["ENVIRONMENT", "CaseFailed", "Outcome", "World", "open_sockets"]
+__all__ = ["ENVIRONMENT", "INTERPRETER", "CaseFailed", "Outcome", "World", "open_sockets"]
+
+# Variables of ranks whose kernels run in Triton's interpreter, where they read addresses in device memory.
+INTERPRETER = {"TRITON_INTERPRET": "1", "GRADWIRE_KERNELS": "auto"}
 
 # The fork server imports the last by its bare name; ranks find this repository's `tests` by what it has done.
 _world.PRELOAD += ["pytest", "fork_server"]

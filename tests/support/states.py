@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from gradwire.hooks.hook_state import HookState
 from gradwire.hooks.powerSGD_hook import batched_powerSGD_hook
+from gradwire.kernels import as_real
 from gradwire.testing._laws import errors_of
 from tests.support.training import HOOKS, SMALL, WRAPPERS, build, gradients, register
 
@@ -44,18 +45,22 @@ class Ledger:
 
     def __init__(self, module, group=None):
         # By parameter name: lost sums, and sums of the magnitudes of all numbers that were added up.
-        self.lost = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in module.named_parameters()}
+        named = {name: as_real(p.detach()) for name, p in module.named_parameters()}
+        self.lost = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in named.items()}
         self.size = {name: torch.zeros_like(each) for name, each in self.lost.items()}
         self._group, self._n_steps = group, 0
+        self._precision = {name: torch.finfo(p.dtype).eps / 2 for name, p in named.items()}
 
     def add(self, own, applied):
         """Count a step: this rank's gradients and the reduced ones, by name; None counts as zeros."""
         self._n_steps += 1
         for name, lost in self.lost.items():
-            gradient = torch.zeros_like(lost) if own[name] is None else own[name].double()
+            gradient, reduced = (
+                torch.zeros_like(lost) if each[name] is None else as_real(each[name]).double()
+                for each in (own, applied)
+            )
             sums = torch.stack([gradient, gradient.abs()])
             dist.all_reduce(sums, group=self._group)
-            reduced = torch.zeros_like(lost) if applied[name] is None else applied[name].double()
             lost += sums[0] / dist.get_world_size(self._group) - reduced
             self.size[name] += sums[1] + reduced.abs()
 
@@ -66,15 +71,26 @@ class Ledger:
             model(*batch).backward()
         self.add(gradients(local), gradients(ddp))
 
-    def close(self, state, precision=2.0**-24):
-        """Count the errors of a state; returns the names of the parameters of which more is lost than by rounding."""
-        for name, error in errors_of(state.state_dict()).items():
-            self.lost[name] -= error
+    def count(self, errors, sign):
+        """Count errors of all ranks, by name: those from before the first step (1), or those that remain (-1)."""
+        for name, error in errors.items():
+            self.lost[name] += sign * error
             self.size[name] += error.abs()
+
+    def missing(self, precision=2.0**-24):
+        """The names of the parameters of which more is lost than by rounding."""
         # Per step: M rounds twice, each of n contributions to a sum once, the sum's two errors and E once each.
         roundings = (self._n_steps + 1) * (dist.get_world_size(self._group) + 4)
-        largest = {name: size.max().item() if size.numel() else 0 for name, size in self.size.items()}
-        return [name for name, lost in self.lost.items() if (lost.abs() > roundings * precision * largest[name]).any()]
+        bounds = {
+            name: roundings * max(precision, self._precision[name]) * (size.max().item() if size.numel() else 0)
+            for name, size in self.size.items()
+        }
+        return [name for name, lost in self.lost.items() if (lost.abs() > bounds[name]).any()]
+
+    def close(self, state, precision=2.0**-24):
+        """Count the errors of a state; returns `missing`."""
+        self.count(errors_of(state.state_dict()), -1)
+        return self.missing(precision)
 
 
 class Training:

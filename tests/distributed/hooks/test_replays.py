@@ -5,7 +5,6 @@ The ranks run the kernels in Triton's interpreter, where they read addresses in 
 
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import cache
 from unittest import mock
 
 import pytest
@@ -19,9 +18,8 @@ from gradwire.hooks import _plans, default_hooks, hook_state
 from gradwire.hooks.hook_state import hook_for
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook, quantization_perchannel_hook
-from gradwire.testing import _world
 from tests.support.bits import assert_same_bits
-from tests.support.harness import World
+from tests.support.harness import INTERPRETER, World
 from tests.support.ranks import on_ranks
 from tests.support.rehearsal import gpu_on_cpu, register_backend
 from tests.support.training import WRAPPERS, Fault, Scaler, register
@@ -34,15 +32,10 @@ ONE_BUCKET, TWO_BUCKETS = 1.0, 0.0002  # MiB
 
 @pytest.fixture(scope="module")
 def world(request, tmp_path_factory):
-    """Ranks whose kernels run in Triton's interpreter. Imports choose it, so the ranks have servers of their own."""
-    environment = {"TRITON_INTERPRET": "1", "GRADWIRE_KERNELS": "auto"}
-    with (
-        mock.patch.dict(_world.ENVIRONMENT, environment),
-        mock.patch.object(_world, "fork_server", cache(_world.fork_server.__wrapped__)),
-    ):
-        opened = World(request.param, tmp_path_factory.mktemp("interpreted"))
-        yield opened
-        opened.close()
+    """Ranks whose kernels run in Triton's interpreter."""
+    opened = World(request.param, tmp_path_factory.mktemp("interpreted"), INTERPRETER)
+    yield opened
+    opened.close()
 
 
 def int4(**options):

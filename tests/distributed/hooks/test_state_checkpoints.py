@@ -67,6 +67,19 @@ def test_law7_state_round_trip_with_weights_only_is_bitwise_equal(kind, wrapper)
     assert_same_bits(loaded.state_dict(), saved)  # means and sums of two equal errors are exact
 
 
+@feedback_states
+@on_ranks(2, 3)
+def test_entries_have_the_same_order_on_all_ranks_and_are_no_drift(kind):
+    # Sets of names have another order on each rank, as the seed of Python's `hash` differs.
+    training = trained(kind, bucket_cap_mb=SMALLEST, check_every=1)
+    saved = training.state.state_dict()
+    orders = [list(entry) for entry in saved.values() if isinstance(entry, dict)]
+    assert_same_on_all_ranks(from_all_ranks(orders))
+    assert max(map(len, orders)) >= 4
+    training.state.load_state_dict(saved)
+    training.run(2)
+
+
 @wrappers
 @pytest.mark.parametrize(
     ("kind", "model"),
