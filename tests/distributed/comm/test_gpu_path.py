@@ -6,14 +6,12 @@ The ranks have a double of a GPU, on which gradwire's hooks launch their compile
 import gc
 import math
 from dataclasses import replace
-from functools import cache
 from unittest import mock
 
 import pytest
 
 from gradwire.bench.host_double import DEVICE, c_compilers
 from gradwire.hooks import _plans
-from gradwire.testing import _world
 from tests.support.gpu_scenarios import (
     ACTS,
     COLLECTIVES,
@@ -46,14 +44,10 @@ pytestmark = pytest.mark.skipif(not c_compilers(), reason="needs a C compiler")
 
 @pytest.fixture(scope="module")
 def world(request, tmp_path_factory):
-    """Ranks with the double of a GPU: it stays, so they have servers of their own."""
-    with (
-        mock.patch.dict(_world.ENVIRONMENT, {"GRADWIRE_KERNELS": "auto"}),
-        mock.patch.object(_world, "fork_server", cache(_world.fork_server.__wrapped__)),
-    ):
-        opened = World(request.param, tmp_path_factory.mktemp("gpu_path"))
-        yield opened
-        opened.close()
+    """Ranks of their own: the double of a GPU stays."""
+    opened = World(request.param, tmp_path_factory.mktemp("gpu_path"), {"GRADWIRE_KERNELS": "auto"})
+    yield opened
+    opened.close()
 
 
 def check(scenario, *arguments, **options):
