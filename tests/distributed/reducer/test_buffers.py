@@ -388,7 +388,7 @@ def test_rank_that_gets_no_answer_raises_after_half_of_the_timeout():
     module = Cached(**caches())
     ddp = DDP(module, process_group=dist.new_group(timeout=timedelta(seconds=8)))
     step(ddp)
-    with mock.patch.object(shared_facts.SharedFacts, "answer"):  # as on NCCL, where no host waits
+    with mock.patch.object(shared_facts.SharedFacts, "watch"):  # as on NCCL, where no host waits
         if dist.get_rank() == 1:
             module.second = torch.ones(5, 3)
         kind, text = error_of(step, ddp)
