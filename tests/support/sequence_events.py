@@ -457,13 +457,15 @@ def failure(training, where):
 @change((None,), is_ours, has_memory, in_modes(LAWS))
 def failure_in_last_bucket(training, _):
     """The last rank fails before it sends the last bucket. What was sent before must return to the errors."""
-    inputs, buckets, laws = training.inputs(), training.ddp.reducer.buckets, training.laws
-    last = max(i for i, bucket in enumerate(buckets) if any(p.numel() for p in bucket.parameters()))
+    inputs, laws = training.inputs(), training.laws
     own, errors = laws.own([inputs]), laws.errors()
     laws.note_options()
     training.ddp.zero_grad()
+    loss = training.ddp(inputs)
+    buckets = training.ddp.reducer.buckets  # which this forward may have rebuilt
+    last = max(i for i, bucket in enumerate(buckets) if any(p.numel() for p in bucket.parameters()))
     with failing_hook(training.ddp, last if training.rank == training.size - 1 else -1):
-        if error_of(lambda: training.ddp(inputs).backward()) is None:
+        if error_of(loss.backward) is None:
             training.problems.append(f"step {training.number}: no error on rank {training.rank}")
     # Only error memory keeps what was exchanged: plain steps have none, and neither have PowerSGD's vectors.
     parameters = dict(training.module.named_parameters())
@@ -499,5 +501,6 @@ def fail(training, failing):
     inputs = training.inputs()
     training.ddp.zero_grad(set_to_none=training.set_to_none)
     with failing:
-        training.note("error", error_of(lambda: training.ddp(inputs).backward()))
+        kind, text = error_of(lambda: training.ddp(inputs).backward())
+    training.note("error", (kind, text.partition("\n\nAt:\n")[0]))  # a callback of PyTorch's adds the stack
     start_over(training)
