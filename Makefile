@@ -2,7 +2,7 @@
 # install is skipped.
 PYTHON ?= python3
 BIN := .venv/bin
-PACKAGES := api reducer sharded collectives hooks compress comm kernels planner testing integrations bench bench/gpu cli
+PACKAGES := api reducer sharded collectives hooks exchange compress comm kernels planner testing integrations bench bench/gpu cli
 ON_ALL_CORES := -n auto --dist worksteal
 export PYTHONSAFEPATH := 1
 # Developers' tools are run in the checkout and are not installed. Commands begin with `env`, not with an assignment, for
@@ -35,6 +35,7 @@ check: install
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+	$(TOOL).import_picture --check
 
 format: install
 	$(BIN)/ruff format .

@@ -4,8 +4,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from gradwire import hooks
-from gradwire._version import __version__
 from gradwire.reducer import DistributedDataParallel
+from gradwire.version import __version__
 
 if TYPE_CHECKING:
     from gradwire import collectives as collectives

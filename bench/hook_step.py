@@ -15,7 +15,7 @@ from gradwire.bench.gradient_checks import (
     stateless_format,
 )
 from gradwire.bench.shapes import Shape
-from gradwire.hooks._decorators import is_zero_copy
+from gradwire.exchange.decorators import is_zero_copy
 from gradwire.planner.hook_registry import Registration
 from gradwire.reducer.bucket import BucketSpec, DenseBucket
 

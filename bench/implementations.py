@@ -22,9 +22,9 @@ from gradwire.bench.gradient_checks import (
 )
 from gradwire.bench.timing import DriverCalls
 from gradwire.comm.torch_internals import default_group
-from gradwire.hooks._bucket import GradBucket
-from gradwire.hooks._decorators import CommHook
-from gradwire.hooks.hook_state import HookState
+from gradwire.exchange.bucket import GradBucket
+from gradwire.exchange.decorators import CommHook
+from gradwire.exchange.hook_state import HookState
 from gradwire.planner.device_sync import synchronize
 from gradwire.planner.hook_registry import FIRST_COMPRESSED, HOOKS, HookEntry, Make, Registration
 

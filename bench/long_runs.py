@@ -31,7 +31,7 @@ from gradwire.bench.tasks import (
     implementations_of,
     ramps,
 )
-from gradwire.hooks._settings import HookSettings
+from gradwire.exchange.settings import HookSettings
 from gradwire.planner.hook_registry import display_name
 
 RANKS = 2

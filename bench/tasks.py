@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LinearLR, LRScheduler
 from gradwire.bench.gradient_checks import is_equal_everywhere
 from gradwire.bench.implementations import GRADWIRE, ONE_BUCKET_MB, PYTORCH, TorchDDP, maker_of, needs_one_bucket, wrap
 from gradwire.comm.connections import connections_of
-from gradwire.hooks._by_name import hook_named
+from gradwire.hooks.by_name import hook_named
 from gradwire.planner.hook_registry import COMPARABLE, HookEntry, PyTorchHook
 from gradwire.reducer import DistributedDataParallel
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from gradwire._version import __version__
 from gradwire.bench.record import format_bytes
 from gradwire.bench.tables import Table, count, format_bandwidth, print_tables
 from gradwire.bench.timing import bench_device
@@ -28,6 +27,7 @@ from gradwire.planner.accuracy import (
 from gradwire.planner.hook_registry import CAST, HOOKS, PLAIN, display_name
 from gradwire.planner.measurement import Measurement
 from gradwire.planner.recommend import WORTHWHILE, Advice, Prediction
+from gradwire.version import __version__
 
 NOISY = 2.0  # spread of the model's step times above which predictions are not to be trusted
 _COLUMNS: dict[str, Callable[[Prediction], str]] = {

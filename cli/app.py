@@ -9,7 +9,6 @@ import torch
 import typer
 from typer.core import TyperCommand
 
-from gradwire._version import __version__
 from gradwire.bench import demo as demo_bench
 from gradwire.bench import namespaces
 from gradwire.bench.tables import format_link
@@ -31,6 +30,7 @@ from gradwire.cli.options import (
     require_packages,
 )
 from gradwire.planner.hook_registry import COMPARABLE, DEMO_HOOKS
+from gradwire.version import __version__
 
 app = typer.Typer(
     help="Gradient compression for PyTorch data-parallel training: check, predict, demo and benchmark.",

@@ -28,7 +28,7 @@ from gradwire.bench.record import cpu_name
 from gradwire.cli import self_test
 from gradwire.cli.options import missing_packages
 from gradwire.comm.torch_internals import TESTED_TORCH
-from gradwire.hooks._by_name import VARIABLE, name_from_environment
+from gradwire.hooks.by_name import VARIABLE, name_from_environment
 from gradwire.kernels.dispatch import has_tf32, is_interpreted, use_triton
 
 # Variables that change what gradwire, its collectives and its kernels do, by the start of their names.

@@ -24,7 +24,7 @@ from gradwire.cli.run_compression import AUTO, Compression, compressed
 from gradwire.cli.run_report import report
 from gradwire.collectives.group import WITHOUT_MEMORY
 from gradwire.comm.forks import in_this_process
-from gradwire.hooks._by_name import NONE, VARIABLE, hook_named, name_from_environment
+from gradwire.hooks.by_name import NONE, VARIABLE, hook_named, name_from_environment
 from gradwire.planner.model_probe import STEPS
 
 COMPARED = 200  # steps of a comparison by default

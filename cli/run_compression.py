@@ -22,11 +22,11 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from gradwire.cli.run_advise import measured_script, on_ddp_init
 from gradwire.cli.run_comparison import Comparison
 from gradwire.comm.forks import in_this_process
-from gradwire.hooks._bucket import GradBucket
-from gradwire.hooks._by_name import NONE, QUANTIZED, hook_named
-from gradwire.hooks._decorators import CommHook
-from gradwire.hooks._handshake import compare_settings
-from gradwire.hooks.hook_state import HookState
+from gradwire.exchange.bucket import GradBucket
+from gradwire.exchange.decorators import CommHook
+from gradwire.exchange.handshake import compare_settings
+from gradwire.exchange.hook_state import HookState
+from gradwire.hooks.by_name import NONE, QUANTIZED, hook_named
 from gradwire.kernels import WIRE_FORMATS
 from gradwire.planner.hook_registry import PLAIN
 from gradwire.planner.jobs import JobError

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from gradwire.bench.record import format_bytes
 from gradwire.cli.run_compression import AUTO, OBSERVED_STEPS, Compression
-from gradwire.hooks.telemetry import LARGEST_DELAY
+from gradwire.exchange.telemetry import LARGEST_DELAY
 from gradwire.planner.accuracy import measured_accuracy
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.compress.policy import wire_name
-from gradwire.hooks._handshake import digest
+from gradwire.exchange.handshake import digest
 from gradwire.kernels import WIRE_FORMATS, is_dense
 
 AVG, SUM = dist.ReduceOp.AVG, dist.ReduceOp.SUM

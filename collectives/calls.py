@@ -15,7 +15,7 @@ from gradwire.collectives.call_site import CallSite, is_marked, is_other_call
 from gradwire.collectives.compressors import AverageCompressor, Compressor, ScatterCompressor
 from gradwire.comm import Connections
 from gradwire.compress import Quantization, Stamp
-from gradwire.hooks._handshake import Words, compare_settings
+from gradwire.exchange.handshake import Words, compare_settings
 from gradwire.kernels import WIRE_FORMATS
 
 logger = logging.getLogger("gradwire.collectives")

@@ -27,13 +27,13 @@ from gradwire.compress import (
     cast_all_reduce,
     start_reduce_scatter,
 )
-from gradwire.compress._validation import check_memory_shape
-from gradwire.hooks._bucket import BucketWork, OwnBucket, layout_without_memory
-from gradwire.hooks._plans import Plans, replayed
-from gradwire.hooks._reduction import bucket_kind, quantized, ranks_on_node, reduce_bucket
-from gradwire.hooks._settings import HookSettings
+from gradwire.exchange.bucket import BucketWork, OwnBucket, layout_without_memory
+from gradwire.exchange.plans import Plans, replayed
+from gradwire.exchange.reduction import bucket_kind, quantized, ranks_on_node, reduce_bucket
+from gradwire.exchange.settings import HookSettings
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
 from gradwire.kernels import HEADER_BYTES, WIRE_FORMATS, SegmentTable, is_dense
+from gradwire.validation import check_memory_shape
 
 Errors = Mapping[str, Tensor]
 Layout = tuple[Sequence[int], Sequence[int]]  # shape and strides

@@ -13,9 +13,9 @@ from torch import Tensor
 from gradwire.collectives.call_site import AVG, SUM, is_mean_or_sum
 from gradwire.collectives.functions import all_reduce, reduce_scatter_tensor
 from gradwire.comm.torch_internals import default_group, share_backends, stand_for
-from gradwire.compress._validation import check_choice, check_whole_number
 from gradwire.compress.policy import wire_name
-from gradwire.hooks._decorators import check_process_group
+from gradwire.exchange.decorators import check_process_group
+from gradwire.validation import check_choice, check_whole_number
 
 BACKEND = "gradwire"
 WITHOUT_MEMORY = ("int8", "fp8", "int6", "bf16", "fp16")  # formats that need no error memory

@@ -19,7 +19,10 @@ from gradwire.comm import Task, connections_of, executor_for
 from gradwire.comm.store_collectives import store_all_gather
 from gradwire.comm.torch_internals import default_group, is_initialized_group
 from gradwire.compress import WirePolicy
-from gradwire.compress._validation import (
+from gradwire.exchange.handshake import digest
+from gradwire.exchange.hook_state import STATE_DICT_TIMEOUT
+from gradwire.kernels import WIRE_FORMATS
+from gradwire.validation import (
     check_count,
     check_elements,
     check_entries,
@@ -27,9 +30,6 @@ from gradwire.compress._validation import (
     checked_tensors,
     wrong,
 )
-from gradwire.hooks._handshake import digest
-from gradwire.hooks.hook_state import STATE_DICT_TIMEOUT
-from gradwire.kernels import WIRE_FORMATS
 
 ERRORS = "errors"
 logger = logging.getLogger("gradwire.collectives")

@@ -9,8 +9,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from gradwire.compress._validation import check_memory_shape
 from gradwire.kernels import SegmentTable, compute_dtype
+from gradwire.validation import check_memory_shape
 
 Merge = Literal["sum", "mean", "same"]
 MemoryByName = Mapping[str, Mapping[str, Tensor]]  # by entry and parameter name

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from gradwire.compress._validation import check_choice, check_flag, check_number, check_patterns, check_whole_number
 from gradwire.compress.memory import names_or_numbers
 from gradwire.compress.quantization import Quantization
 from gradwire.kernels import MAX_BLOCK_SIZE, MIN_BLOCK_SIZE, WIRE_FORMATS, WireFormat
+from gradwire.validation import check_choice, check_flag, check_number, check_patterns, check_whole_number
 
 Value = TypeVar("Value")
 DEFAULT_EXEMPT = ("*.bias", "*norm*")

@@ -29,7 +29,6 @@ import torch
 from torch import Tensor
 
 from gradwire.comm.transport import Transport
-from gradwire.compress._validation import check_memory_shape
 from gradwire.compress.memory import BucketMemory, names_or_numbers
 from gradwire.compress.step import Stamp, Step, repeatable, set_counter
 from gradwire.kernels import (
@@ -46,6 +45,7 @@ from gradwire.kernels import (
     random_key,
     use_triton,
 )
+from gradwire.validation import check_memory_shape
 
 FACTOR_BLOCK_SIZE = 64  # elements of a low-rank factor that share a scale
 SECOND_SHOT_SALT = -1  # the first shot's salts are the ranks

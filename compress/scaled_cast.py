@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from gradwire.comm.transport import Transport
-from gradwire.compress._validation import check_choice, check_whole_number
 from gradwire.compress.step import Gradients, Step
 from gradwire.kernels import MAX_EXPONENT, bound_update_scale
+from gradwire.validation import check_choice, check_whole_number
 
 MAX_MARGIN = 12
 

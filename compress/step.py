@@ -63,8 +63,8 @@ Marked = TypeVar("Marked", bound=Callable[..., Any])
 def repeatable(algorithm: Marked) -> Marked:
     """Mark an algorithm whose steps of one variant differ only in addresses and in what the device counts.
 
-    On a GPU, its launches are recorded and repeated; see `gradwire.hooks._plans`. An algorithm that decides on the host
-    by anything else must not be marked.
+    On a GPU, its launches are recorded and repeated; see `gradwire.exchange.plans`. An algorithm that decides on the
+    host by anything else must not be marked.
     """
     algorithm.is_repeatable = True  # type: ignore[attr-defined]
     return algorithm

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import gradwire
-from gradwire.hooks.hook_state import HookState, Memory, Step, hook_for
+from gradwire.hooks import HookState, Memory, Step, hook_for
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from gradwire.hooks._bucket import Bucket, GradBucket
-from gradwire.hooks._decorators import ddp_hook, zero_copy
+from gradwire.exchange.bucket import Bucket, GradBucket
+from gradwire.exchange.decorators import ddp_hook, zero_copy
 
 __all__ = ["noop_hook"]
 

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 from gradwire.compress import cast_all_reduce
-from gradwire.compress._validation import check_choice, check_keywords
-from gradwire.hooks._bucket import Bucket, GradBucket, tensor_in
-from gradwire.hooks._decorators import CommHook, ddp_hook, replayable, zero_copy
-from gradwire.hooks._plans import replayed
-from gradwire.hooks._reduction import all_reduce_on_cpu, check_local_size, quantized_reduction, reduce_bucket
-from gradwire.hooks._settings import HookSettings, settings_of
+from gradwire.exchange.bucket import Bucket, GradBucket, tensor_in
+from gradwire.exchange.decorators import CommHook, ddp_hook, replayable, zero_copy
+from gradwire.exchange.plans import replayed
+from gradwire.exchange.reduction import all_reduce_on_cpu, check_local_size, quantized_reduction, reduce_bucket
+from gradwire.exchange.settings import HookSettings, settings_of
+from gradwire.validation import check_choice, check_keywords
 
 __all__ = [
     "CastState",

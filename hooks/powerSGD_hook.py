@@ -26,7 +26,14 @@ from gradwire.compress import (
     powersgd_all_reduce,
     repeatable,
 )
-from gradwire.compress._validation import (
+from gradwire.compress.memory import MemoryByName, error_like
+from gradwire.compress.powersgd import check_factors, check_size_of_factors
+from gradwire.exchange.bucket import Bucket, GradBucket
+from gradwire.exchange.decorators import ddp_hook, replayable
+from gradwire.exchange.hook_state import HookState, Memory, Step, hook_for
+from gradwire.exchange.memory import ERRORS
+from gradwire.kernels import WIRE_FORMATS, as_real, compute_dtype, gradient_layout, layout_in_dtype
+from gradwire.validation import (
     MAX_COUNT,
     check_choice,
     check_elements,
@@ -36,13 +43,6 @@ from gradwire.compress._validation import (
     check_whole_number,
     wrong,
 )
-from gradwire.compress.memory import MemoryByName, error_like
-from gradwire.compress.powersgd import check_factors, check_size_of_factors
-from gradwire.hooks._bucket import Bucket, GradBucket
-from gradwire.hooks._decorators import ddp_hook, replayable
-from gradwire.hooks._memory import ERRORS
-from gradwire.hooks.hook_state import HookState, Memory, Step, hook_for
-from gradwire.kernels import WIRE_FORMATS, as_real, compute_dtype, gradient_layout, layout_in_dtype
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 

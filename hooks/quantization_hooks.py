@@ -15,16 +15,16 @@ from torch import Tensor
 
 from gradwire.comm import Transport
 from gradwire.compress import NodeBucket, QuantizedBucket, WirePolicy
-from gradwire.compress._validation import check_keywords, check_whole_number
 from gradwire.compress.memory import MemoryByName
 from gradwire.compress.policy import DEFAULT_EXEMPT, check_block_size
-from gradwire.hooks._bucket import GradBucket
-from gradwire.hooks._decorators import ddp_hook, replayable
-from gradwire.hooks._memory import ERRORS
-from gradwire.hooks._reduction import bucket_kind, check_local_size, quantized, quantized_reduction, ranks_on_node
-from gradwire.hooks._settings import settings_of
-from gradwire.hooks.hook_state import HookState, Memory, hook_for
+from gradwire.exchange.bucket import GradBucket
+from gradwire.exchange.decorators import ddp_hook, replayable
+from gradwire.exchange.hook_state import HookState, Memory, hook_for
+from gradwire.exchange.memory import ERRORS
+from gradwire.exchange.reduction import bucket_kind, check_local_size, quantized, quantized_reduction, ranks_on_node
+from gradwire.exchange.settings import settings_of
 from gradwire.kernels import as_real, layout_in_dtype
+from gradwire.validation import check_keywords, check_whole_number
 
 __all__ = ["QuantizationState", "quantization_hook", "quantization_perchannel_hook", "quantization_pertensor_hook"]
 

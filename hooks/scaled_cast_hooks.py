@@ -9,7 +9,12 @@ import torch
 import torch.distributed as dist
 
 from gradwire.compress import BucketScale, DelayedScaling, scaled_cast_all_reduce
-from gradwire.compress._validation import (
+from gradwire.compress.scaled_cast import MAX_MARGIN
+from gradwire.exchange.bucket import Bucket, GradBucket
+from gradwire.exchange.hook_state import HookState, Step, hook_for
+from gradwire.exchange.telemetry import HostCopy
+from gradwire.kernels import MAX_EXPONENT, is_capturing
+from gradwire.validation import (
     MAX_COUNT,
     check_count,
     check_elements,
@@ -18,11 +23,6 @@ from gradwire.compress._validation import (
     check_tensor,
     wrong,
 )
-from gradwire.compress.scaled_cast import MAX_MARGIN
-from gradwire.hooks._bucket import Bucket, GradBucket
-from gradwire.hooks.hook_state import HookState, Step, hook_for
-from gradwire.hooks.telemetry import HostCopy
-from gradwire.kernels import MAX_EXPONENT, is_capturing
 
 __all__ = ["ScaledCastState", "scaled_cast_hook"]
 

@@ -11,8 +11,8 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from gradwire import sharded
-from gradwire.hooks._by_name import NONE, hook_named, name_from_environment
-from gradwire.hooks.hook_state import HookState
+from gradwire.exchange.hook_state import HookState
+from gradwire.hooks.by_name import NONE, hook_named, name_from_environment
 
 
 class HookNotUsedWarning(UserWarning):

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.stateful import Stateful
 
-from gradwire.hooks._by_name import hook_named
+from gradwire.hooks.by_name import hook_named
 from gradwire.integrations._attach import attach, find_ddp, follow_scaler, state_and_hook
 from gradwire.sharded import Attachment, ReduceScatterOptions
 

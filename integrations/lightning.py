@@ -15,7 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from gradwire.hooks._by_name import NONE
+from gradwire.hooks.by_name import NONE
 from gradwire.integrations._attach import attach, follow_scaler, is_given, state_and_hook, take_options
 from gradwire.integrations._checkpoint import KEY, Compression, collect_state, load_shards, restore_state, save_shards
 from gradwire.reducer import DistributedDataParallel

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks as torch_debugging_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_default_hooks
 
-from gradwire.hooks._by_name import QUANTIZED, hook_named
-from gradwire.hooks._decorators import CommHook
+from gradwire.exchange.decorators import CommHook
+from gradwire.hooks.by_name import QUANTIZED, hook_named
 from gradwire.hooks.debugging_hooks import noop_hook
 from gradwire.hooks.default_hooks import bf16_compress_hook
 from gradwire.hooks.powerSGD_hook import batched_powerSGD_hook

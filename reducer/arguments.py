@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradwire.hooks._bucket import GradBucket
-from gradwire.hooks._decorators import check_process_group
+from gradwire.exchange.bucket import GradBucket
+from gradwire.exchange.decorators import check_process_group
 from gradwire.reducer import torch_internals
 
 

@@ -16,12 +16,12 @@ from torch.futures import Future
 from gradwire.comm import Transport
 from gradwire.comm.stream_executor import Handle
 from gradwire.compress import Gradients, Step, cast_all_reduce, repeatable
-from gradwire.hooks._bucket import BucketWork, OwnBucket
-from gradwire.hooks._handshake import stepped_early
-from gradwire.hooks._names import plain_name
-from gradwire.hooks._plans import Plans
-from gradwire.hooks._reduction import reduce_bucket
-from gradwire.hooks._settings import settings_of
+from gradwire.exchange.bucket import BucketWork, OwnBucket
+from gradwire.exchange.handshake import stepped_early
+from gradwire.exchange.names import plain_name
+from gradwire.exchange.plans import Plans
+from gradwire.exchange.reduction import reduce_bucket
+from gradwire.exchange.settings import settings_of
 from gradwire.kernels import SegmentTable, gradient_layout, layout_guard
 from gradwire.reducer import errors, torch_internals
 from gradwire.reducer.exchange import Exchange
@@ -204,7 +204,7 @@ class DenseBucket(BucketBase):
         self.zero_copy = False
 
     def work(self, transport: Transport | None = None, layout: SegmentTable | None = None) -> BucketWork:
-        """The gradients and the destination of the result, as hooks use them; see `gradwire.hooks._bucket.Bucket`.
+        """The gradients and the destination of the result, as hooks use them; see `gradwire.exchange.bucket.Bucket`.
 
         With zero-copy, these are the gradients themselves, or the buffer that they will be views of.
         """

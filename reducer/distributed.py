@@ -20,9 +20,10 @@ from torch.distributed.algorithms.join import JoinHook
 from gradwire.comm import GroupTransport
 from gradwire.comm.connections import connections_of
 from gradwire.comm.shared_facts import UNKNOWN
-from gradwire.compress._validation import check_whole_number
+from gradwire.exchange.decorators import name_of
+from gradwire.exchange.hook_state import HookState
 from gradwire.hooks import default_hooks
-from gradwire.hooks._by_name import (
+from gradwire.hooks.by_name import (
     NONE,
     VARIABLE,
     environment_value,
@@ -30,8 +31,6 @@ from gradwire.hooks._by_name import (
     log_name_from_environment,
     name_from_environment,
 )
-from gradwire.hooks._decorators import name_of
-from gradwire.hooks.hook_state import HookState
 from gradwire.reducer import arguments, errors, torch_internals
 from gradwire.reducer.bucket import BucketHook, DelayedGradients, default_reduction
 from gradwire.reducer.bucketing import BucketOptions
@@ -50,6 +49,7 @@ from gradwire.reducer.model_watch import BufferWatch, ModelWatch
 from gradwire.reducer.recovery import resynchronize
 from gradwire.reducer.reducer import Reducer
 from gradwire.reducer.wrappers import check_no_wrapper_inside, check_not_nested, link_sharing_wrappers
+from gradwire.validation import check_whole_number
 
 # PyTorch's arguments and their defaults.
 _DEFAULTS = {

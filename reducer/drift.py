@@ -11,8 +11,8 @@ from torch import Tensor
 
 from gradwire.comm.rank_differences import MAX_SHOWN, format_differences, out_of_step
 from gradwire.comm.store_collectives import gather_json
-from gradwire.hooks._handshake import digest
-from gradwire.hooks.hook_state import HookState
+from gradwire.exchange.handshake import digest
+from gradwire.exchange.hook_state import HookState
 from gradwire.kernels import as_real, is_capturing
 from gradwire.reducer import torch_internals
 from gradwire.reducer.exchange import Exchange

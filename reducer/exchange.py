@@ -16,8 +16,8 @@ from gradwire.comm.rank_differences import format_ranks, out_of_step
 from gradwire.comm.shared_facts import UNKNOWN, SharedFacts
 from gradwire.comm.store_collectives import gather_json
 from gradwire.comm.torch_internals import all_groups, collective_counts
-from gradwire.hooks._names import plain_name
-from gradwire.hooks.hook_state import HookState
+from gradwire.exchange.hook_state import HookState
+from gradwire.exchange.names import plain_name
 from gradwire.kernels import layout_guard
 from gradwire.reducer.model_sync import Layouts, describe_layouts, layouts_of
 

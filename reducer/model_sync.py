@@ -14,8 +14,8 @@ from gradwire.comm import GroupTransport
 from gradwire.comm.connections import Connections
 from gradwire.comm.rank_differences import MAX_SHOWN, format_differences
 from gradwire.comm.store_collectives import gather_json
-from gradwire.hooks._handshake import digest
-from gradwire.hooks._names import plain_name
+from gradwire.exchange.handshake import digest
+from gradwire.exchange.names import plain_name
 from gradwire.reducer import torch_internals
 
 MAX_BROADCASTS_IN_FLIGHT = 2  # one message is sent while the next is packed

@@ -14,8 +14,8 @@ from gradwire.comm.connections import connections_of, existing_connections
 from gradwire.comm.rank_differences import check_collectives, format_by_rank
 from gradwire.comm.store_collectives import differences_between_ranks, gather_json
 from gradwire.comm.torch_internals import all_groups, collective_counts, unique_name
-from gradwire.hooks._handshake import digest
-from gradwire.hooks.hook_state import HookState, share_hook_state
+from gradwire.exchange.handshake import digest
+from gradwire.exchange.hook_state import HookState, share_hook_state
 from gradwire.reducer.exchange import Exchange
 from gradwire.reducer.model_sync import broadcast_coalesced, describe_layouts, layouts_of
 from gradwire.reducer.reducer import Reducer

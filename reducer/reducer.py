@@ -20,12 +20,12 @@ from gradwire.comm.connections import ADVICE, may_follow_from_peer
 from gradwire.comm.stream_executor import Handle, Result
 from gradwire.comm.torch_internals import NO_BACKWARD, EndCallback, current_backward, profiler_range, queue_callback
 from gradwire.comm.transport import clear_frames, wait_for
-from gradwire.hooks._bucket import tensor_in
-from gradwire.hooks._decorators import is_gradwire_hook, is_replayable, is_zero_copy
-from gradwire.hooks._handshake import stepped_early
-from gradwire.hooks._plans import Plans
-from gradwire.hooks._settings import check_pairing, follow_model, in_group
-from gradwire.hooks.hook_state import HookState
+from gradwire.exchange.bucket import tensor_in
+from gradwire.exchange.decorators import is_gradwire_hook, is_replayable, is_zero_copy
+from gradwire.exchange.handshake import stepped_early
+from gradwire.exchange.hook_state import HookState
+from gradwire.exchange.plans import Plans
+from gradwire.exchange.settings import check_pairing, follow_model, in_group
 from gradwire.reducer import bucketing, errors, torch_internals
 from gradwire.reducer.autograd_hooks import AutogradHooks
 from gradwire.reducer.bucket import BucketHook, DelayedGradients, ReducerBucket

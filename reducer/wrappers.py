@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Tensor, nn
 
-from gradwire.hooks._names import live_wrappers
+from gradwire.exchange.names import live_wrappers
 from gradwire.reducer import torch_internals
 
 TorchDDP = nn.parallel.DistributedDataParallel

@@ -14,10 +14,10 @@ from gradwire.comm import Transport, connections_of
 from gradwire.comm.connections import has_streams
 from gradwire.comm.transport import wait_for
 from gradwire.compress import Gradients
-from gradwire.hooks._bucket import BucketWork, OwnBucket, layout_without_memory, tensor_in
-from gradwire.hooks._decorators import CommHook, is_zero_copy, name_of
-from gradwire.hooks._names import plain_name
-from gradwire.hooks.hook_state import HookState
+from gradwire.exchange.bucket import BucketWork, OwnBucket, layout_without_memory, tensor_in
+from gradwire.exchange.decorators import CommHook, is_zero_copy, name_of
+from gradwire.exchange.hook_state import HookState
+from gradwire.exchange.names import plain_name
 from gradwire.kernels import SegmentTable
 from gradwire.sharded.exchange import ShardedExchange
 from gradwire.sharded.torch_internals import ParameterGroup

@@ -17,7 +17,11 @@ from gradwire.collectives import CompressedGroup
 from gradwire.comm.rank_differences import format_differences
 from gradwire.comm.store_collectives import gather_json
 from gradwire.compress.policy import wire_name
-from gradwire.hooks._by_name import (
+from gradwire.exchange.decorators import CommHook, described, name_of
+from gradwire.exchange.hook_state import HookState, option_values
+from gradwire.exchange.names import check_patterns
+from gradwire.exchange.settings import HookSettings, check_pairing, in_group
+from gradwire.hooks.by_name import (
     NONE,
     VARIABLE,
     environment_value,
@@ -25,10 +29,6 @@ from gradwire.hooks._by_name import (
     log_name_from_environment,
     name_from_environment,
 )
-from gradwire.hooks._decorators import CommHook, described, name_of
-from gradwire.hooks._names import check_patterns
-from gradwire.hooks._settings import HookSettings, check_pairing, in_group
-from gradwire.hooks.hook_state import HookState, option_values
 from gradwire.kernels import WIRE_FORMATS
 from gradwire.sharded import checkpoint
 from gradwire.sharded.all_reduce import ReplicaAverage, shard_layouts

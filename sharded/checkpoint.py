@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from gradwire.compress._validation import check_elements, check_entries, check_tensor
-from gradwire.hooks.hook_state import HookState
+from gradwire.exchange.hook_state import HookState
 from gradwire.sharded.reduce_scatter import QuantizedReduceScatter
 from gradwire.sharded.torch_internals import ParameterGroup
+from gradwire.validation import check_elements, check_entries, check_tensor
 
 WITHIN = "within"  # the entry with the errors of the reduce-scatter
 

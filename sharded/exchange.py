@@ -14,7 +14,7 @@ from gradwire.comm import connections_of
 from gradwire.comm.connections import has_streams, may_follow_from_peer
 from gradwire.comm.torch_internals import NO_BACKWARD, EndCallback, current_backward, queue_callback
 from gradwire.comm.transport import wait_for
-from gradwire.hooks._handshake import compare_settings
+from gradwire.exchange.handshake import compare_settings
 from gradwire.sharded.torch_internals import ParameterGroup
 
 logger = logging.getLogger("gradwire.sharded")

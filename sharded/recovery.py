@@ -13,8 +13,8 @@ from gradwire.comm import connections_of
 from gradwire.comm.rank_differences import check_collectives
 from gradwire.comm.store_collectives import gather_json
 from gradwire.comm.torch_internals import collective_counts, unique_name
-from gradwire.hooks._handshake import digest
-from gradwire.hooks.hook_state import HookState, share_hook_state
+from gradwire.exchange.handshake import digest
+from gradwire.exchange.hook_state import HookState, share_hook_state
 from gradwire.sharded.exchange import ShardedExchange
 from gradwire.sharded.reduce_scatter import QuantizedReduceScatter
 from gradwire.sharded.torch_internals import ParameterGroup, discard_step, is_in_backward, runs_optimizers

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from gradwire.comm.torch_internals import private_names
-from gradwire.hooks._names import plain_name
+from gradwire.exchange.names import plain_name
 
 LACKS_NAME = "gradwire.attach uses private names of FSDP2, and torch {} lacks one: {}."
 _fsdp_names = partial(private_names, LACKS_NAME, NotImplementedError)

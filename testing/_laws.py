@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gradwire.exchange.hook_state import HookState
 from gradwire.hooks.default_hooks import allreduce_hook
-from gradwire.hooks.hook_state import HookState
 from gradwire.testing._bits import differences
 from gradwire.testing._cases import GRADWIRE, PYTORCH, WRAPPERS, Case, Training
 

@@ -11,7 +11,7 @@ from torch.futures import Future
 from gradwire.comm import Algorithm, Collective, Driver, Transport, Workspace, connections_of
 from gradwire.comm.executor import Executor, Task
 from gradwire.comm.transport import AllGather, AllReduce, AllToAll
-from gradwire.hooks.hook_state import HookState
+from gradwire.exchange.hook_state import HookState
 from gradwire.reducer.bucket import BucketSpec, DenseBucket
 from gradwire.testing._cases import Case, Model
 

@@ -34,12 +34,13 @@ from gradwire.bench.timing import timed
 from gradwire.comm import connections_of
 from gradwire.comm.stream_executor import StreamExecutor
 from gradwire.compress import Step
-from gradwire.hooks import _plans, default_hooks
-from gradwire.hooks._bucket import Bucket, GradBucket
-from gradwire.hooks._decorators import zero_copy
-from gradwire.hooks._plans import WARM_UP_STEPS
-from gradwire.hooks._reduction import reduce_bucket
-from gradwire.hooks._settings import settings_of
+from gradwire.exchange import plans
+from gradwire.exchange.bucket import Bucket, GradBucket
+from gradwire.exchange.decorators import zero_copy
+from gradwire.exchange.plans import WARM_UP_STEPS
+from gradwire.exchange.reduction import reduce_bucket
+from gradwire.exchange.settings import settings_of
+from gradwire.hooks import default_hooks
 from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
@@ -185,7 +186,7 @@ def replays_give_the_bits_of_eager_steps(name: str, device: torch.device) -> Non
     make, options, net = REPLAYED[name]
     steps = 2 * WARM_UP_STEPS + 8  # an alternating hook records both kinds of steps
     for wrapper in (OurDDP, TorchDDP):
-        with mock.patch.object(_plans, "WARM_UP_STEPS", steps):
+        with mock.patch.object(plans, "WARM_UP_STEPS", steps):
             _, eager = train(wrapper, device, make(**options)(), net, steps)
         with mock.patch.object(StreamExecutor, "replay", autospec=True, side_effect=StreamExecutor.replay) as replay:
             _, replayed = train(wrapper, device, make(**options)(), net, steps)

@@ -43,7 +43,7 @@ from gradwire.bench.record import percentiles_ms
 from gradwire.bench.shapes import SHAPES, Shape, buckets, rotation
 from gradwire.bench.timing import Timing, driver_calls, time_in_turn, timed, timed_replays, turns
 from gradwire.comm.torch_internals import default_group
-from gradwire.hooks._plans import WARM_UP_STEPS
+from gradwire.exchange.plans import WARM_UP_STEPS
 from gradwire.hooks.powerSGD_hook import powerSGD_hook
 from gradwire.hooks.quantization_hooks import quantization_hook
 from gradwire.planner.hook_registry import FIRST_COMPRESSED, HOOKS, bucket_cap_mb

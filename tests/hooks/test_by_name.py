@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gradwire.hooks._by_name import hook_named, name_from_environment
+from gradwire.hooks.by_name import hook_named, name_from_environment
 from gradwire.hooks.default_hooks import CastState, allreduce_hook, bf16_compress_hook, fp16_compress_hook
 from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from gradwire.bench.models import JOBS
-from gradwire.hooks import _handshake
+from gradwire.exchange import handshake
 from gradwire.planner.jobs import Job, JobError, check, load
 from gradwire.planner.measurement import measure
 from gradwire.planner.model_probe import measure_optimizer
@@ -151,8 +151,8 @@ def test_loss_that_does_not_call_its_argument_is_refused():
 
 def test_each_hook_joins_one_handshake(world_of_one, monkeypatch):
     """Ranks measure different numbers of steps, and a handshake costs more than a launch."""
-    compare = mock.Mock(wraps=_handshake.compare_settings)
-    monkeypatch.setattr(_handshake, "compare_settings", compare)
+    compare = mock.Mock(wraps=handshake.compare_settings)
+    monkeypatch.setattr(handshake, "compare_settings", compare)
     link = GivenLink(world_size=2, bandwidth=1e9, latency=0)
     measure(JOBS["tiny-layers"], ("int4", "powersgd-r1"), CPU, link)
     hooks = [call.args[1]["hook"] for call in compare.call_args_list]

@@ -1,4 +1,7 @@
-"""No module of the library imports itself through others; imports for type checking and in functions count too."""
+"""Imports within the library form no cycle, and no package imports what another keeps private.
+
+Imports for type checking and in functions count, too.
+"""
 
 import ast
 import tomllib
@@ -40,3 +43,21 @@ def test_imports_form_no_cycle():
         TopologicalSorter(imports).prepare()
     except CycleError as error:
         pytest.fail(f"import cycle: {' <- '.join(error.args[1])}")
+
+
+def is_private(name):
+    return name.startswith("_") and not name.startswith("__")
+
+
+def test_no_package_imports_a_private_module_or_name_of_another():
+    found, count = [], 0
+    for name, path in library_sources().items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("gradwire."):
+                _, package, *parts = node.module.split(".")
+                count += 1
+                if name.split(".")[:2] != ["gradwire", package]:
+                    found += [(name, node.module) for part in parts if is_private(part)]
+                    found += [(name, f"{node.module}.{each.name}") for each in node.names if is_private(each.name)]
+    assert count > 500
+    assert found == []

@@ -16,8 +16,8 @@ import fork_server  # noqa: F401 - makes `tests` importable
 import torch
 import torch.distributed as dist
 
+from gradwire.exchange.handshake import digest
 from gradwire.hooks import default_hooks
-from gradwire.hooks._handshake import digest
 from tests.support.training import HOOKS, Fault, build, gradients, register, wrapped
 
 START_LIMIT = timedelta(minutes=5)

@@ -20,7 +20,7 @@ import gradwire
 from gradwire import collectives
 from gradwire.bench.host_double import DEVICE
 from gradwire.comm.torch_internals import queue_callback
-from gradwire.hooks import _plans, default_hooks, powerSGD_hook, quantization_hooks
+from gradwire.exchange import default_hooks, plans, powerSGD_hook, quantization_hooks
 from tests.support import happens_before, training
 from tests.support.happens_before import Stream
 from tests.support.training import WRAPPERS, Fault, Scaler, register
@@ -524,7 +524,7 @@ SHARDED = {
 def run(scenario, *arguments, **options):
     """Call a scenario on this rank; returns the `Checker` of it."""
     happens_before.install_gpu()
-    with mock.patch.object(_plans, "WARM_UP_STEPS", WARM_UP_STEPS), happens_before.checking() as checker:
+    with mock.patch.object(plans, "WARM_UP_STEPS", WARM_UP_STEPS), happens_before.checking() as checker:
         scenario(*arguments, **options)
         gc.collect()
     return checker

@@ -17,9 +17,9 @@ import torch
 from hypothesis import strategies as st
 
 from gradwire.comm.transport import GroupTransport
-from gradwire.hooks import hook_state
+from gradwire.exchange import hook_state
+from gradwire.exchange.hook_state import HookState
 from gradwire.hooks.default_hooks import fp16_compress_hook
-from gradwire.hooks.hook_state import HookState
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradwire.testing._cases import Parameter
 from tests.support.fault_schedules import PHASES, fault

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from gradwire.comm.stream_executor import StreamExecutor
-from gradwire.hooks import _plans
-from gradwire.hooks.hook_state import HookState
+from gradwire.exchange import plans
+from gradwire.exchange.hook_state import HookState
 from gradwire.hooks.powerSGD_hook import PowerSGDState
 from gradwire.kernels import as_real
 from tests.support.rehearsal import gpu_on_cpu, register_backend
@@ -43,7 +43,7 @@ class Training:
         problems: what is wrong, in words.
     """
 
-    def __init__(self, sequence, wrapper, warm_up=_plans.WARM_UP_STEPS):
+    def __init__(self, sequence, wrapper, warm_up=plans.WARM_UP_STEPS):
         self.sequence, self.wrapper = sequence, WRAPPERS[wrapper]
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.outcome, self.shared, self.metrics, self.replays, self.problems = {}, {}, {}, [], []
@@ -55,7 +55,7 @@ class Training:
         warnings.simplefilter("always")
         if sequence.mode == REPLAYS:
             enter(gpu_on_cpu())
-            self.patch(_plans, "WARM_UP_STEPS", warm_up)
+            self.patch(plans, "WARM_UP_STEPS", warm_up)
         replay = mock.patch.object(StreamExecutor, "replay", autospec=True, side_effect=StreamExecutor.replay)
         self._replay = enter(replay)
         self.group = self.new_group()

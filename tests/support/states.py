@@ -5,7 +5,7 @@ import io
 import torch
 import torch.distributed as dist
 
-from gradwire.hooks.hook_state import HookState
+from gradwire.exchange.hook_state import HookState
 from gradwire.hooks.powerSGD_hook import batched_powerSGD_hook
 from gradwire.kernels import as_real
 from gradwire.testing._laws import errors_of

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.futures import Future
 
 from gradwire.collectives import Memory, all_reduce, all_reduce_coalesced, reduce_scatter_tensor
-from gradwire.hooks._names import parameter_names, registered_wrappers
+from gradwire.exchange.names import parameter_names, registered_wrappers
 from gradwire.kernels.layouts import gradient_layout
 from gradwire.testing import check_laws
 

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 
 from gradwire.bench.host_double import DEVICE, c_compilers
-from gradwire.hooks import _plans
+from gradwire.exchange import plans
 from tests.support.gpu_scenarios import (
     ACTS,
     COLLECTIVES,
@@ -139,7 +139,7 @@ def test_replay_with_the_addresses_of_an_earlier_step_is_found(hook):
         trained = Training(hook)
         trained.steps(STEPS)
         assert not Stream.checker.findings
-        with mock.patch.object(_plans._Entry, "refresh", lambda *_: None):
+        with mock.patch.object(plans._Entry, "refresh", lambda *_: None):
             trained.steps(2)
 
     assert STALE in run(scenario).kinds
@@ -173,7 +173,7 @@ def n_expected_replays(hook, ddp, set_to_none):
 def train_and_measure(warm_up_steps, hook, **options):
     """Replays in a late step, and bytes that live after it, without the gradients."""
     trained, checker = Training(hook, **options), Stream.checker
-    with mock.patch.object(_plans, "WARM_UP_STEPS", warm_up_steps):
+    with mock.patch.object(plans, "WARM_UP_STEPS", warm_up_steps):
         trained.steps(2 * STEPS)  # an alternating hook has recorded both kinds of steps, and dropped them
         before = checker.counts["replays"]
         trained.steps(1)
@@ -227,12 +227,12 @@ def test_plan_of_earlier_steps_does_not_keep_their_large_buffer():
     def scenario(first_compressed):
         trained = Training("powersgd")
         trained.state.options = replace(trained.state.options, start_powerSGD_iter=first_compressed)
-        with mock.patch.object(_plans, "WARM_UP_STEPS", full):
+        with mock.patch.object(plans, "WARM_UP_STEPS", full):
             trained.steps(26)
         executor = trained.ddp.reducer.exchange.connections.existing_executor(DEVICE)
         sizes.append([workspace.nbytes for workspace in executor.workspaces])
 
-    sizes, full = [], _plans.WARM_UP_STEPS
+    sizes, full = [], plans.WARM_UP_STEPS
     for first_compressed in (2, 12):
         run(scenario, first_compressed)
     assert sizes[0] == sizes[1]

@@ -12,9 +12,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from gradwire import DistributedDataParallel as DDP
 from gradwire.comm import GroupTransport, connections_of, executor_for
-from gradwire.hooks._bucket import Bucket
-from gradwire.hooks._reduction import reduce_bucket
-from gradwire.hooks._settings import settings_of
+from gradwire.exchange.bucket import Bucket
+from gradwire.exchange.reduction import reduce_bucket
+from gradwire.exchange.settings import settings_of
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
 from tests.support.ranks import from_all_ranks, on_ranks
 from tests.support.training import HOOKS, SMALLEST, register

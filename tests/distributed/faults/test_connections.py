@@ -11,9 +11,9 @@ import torch.distributed as dist
 from gradwire.comm import Task, connections_of, groups, transport, worker_executor
 from gradwire.comm.connections import Connections
 from gradwire.comm.store_collectives import POLL_SECONDS
-from gradwire.hooks._bucket import Bucket
-from gradwire.hooks._reduction import reduce_bucket
-from gradwire.hooks._settings import settings_of
+from gradwire.exchange.bucket import Bucket
+from gradwire.exchange.reduction import reduce_bucket
+from gradwire.exchange.settings import settings_of
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
 from tests.support.ranks import from_all_ranks, on_ranks, signals
 from tests.support.training import (

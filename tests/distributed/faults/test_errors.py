@@ -10,10 +10,10 @@ from torch import nn
 import gradwire
 from gradwire.comm import connections_of
 from gradwire.comm.connections import Connections
+from gradwire.exchange.bucket import Bucket
+from gradwire.exchange.reduction import reduce_bucket
+from gradwire.exchange.settings import settings_of
 from gradwire.hooks import default_hooks
-from gradwire.hooks._bucket import Bucket
-from gradwire.hooks._reduction import reduce_bucket
-from gradwire.hooks._settings import settings_of
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
 from tests.support.features import FEATURES, Parts, wrap
 from tests.support.ranks import from_all_ranks, on_ranks

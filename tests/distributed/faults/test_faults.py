@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradwire.hooks import _handshake
+from gradwire.exchange import handshake
 from tests.support.bits import assert_same_on_all_ranks
 from tests.support.fault_schedules import (
     check_recovered,
@@ -55,13 +55,13 @@ def test_failed_handshake_is_repeated_after_resynchronization(hook):
     # Rank 1 has agreed with rank 0, but not the other way round: alone, rank 0 would wait for the second handshake.
     group = dist.new_group()
     ddp, optimizer, _ = new_training(hook, "mlp", group)
-    generator, compare = own_batches(), _handshake.compare_settings
+    generator, compare = own_batches(), handshake.compare_settings
 
     def compare_and_fail(*arguments):
         compare(*arguments)
         raise Fault
 
-    with mock.patch.object(_handshake, "compare_settings", compare_and_fail if dist.get_rank() == 0 else compare):
+    with mock.patch.object(handshake, "compare_settings", compare_and_fail if dist.get_rank() == 0 else compare):
         error = error_of(step_of, ddp, optimizer, generator, None)
     ddp.resynchronize()
     for _ in range(2):

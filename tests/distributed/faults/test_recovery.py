@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 import gradwire
 from gradwire.comm import connections_of
-from gradwire.hooks._memory import StateMemory
-from gradwire.hooks.hook_state import HookState, Memory, hook_for
+from gradwire.exchange.hook_state import HookState, Memory, hook_for
+from gradwire.exchange.memory import StateMemory
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks, differences
 from tests.support.harness import open_sockets
 from tests.support.ranks import from_all_ranks, on_ranks, signals

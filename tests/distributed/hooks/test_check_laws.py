@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_hooks
 
-from gradwire.hooks.hook_state import HookState, Memory, hook_for
+from gradwire.hooks import HookState, Memory, hook_for
 from gradwire.testing import LAWS, LawViolation, _check, check_laws
 from gradwire.testing._bits import differences
 

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from gradwire.comm import store_collectives
 from gradwire.comm.connections import executor_for
 from gradwire.compress import DelayedScaling
-from gradwire.hooks import _handshake, default_hooks
-from gradwire.hooks._settings import settings_of
-from gradwire.hooks.hook_state import HookState
+from gradwire.exchange import default_hooks, handshake
+from gradwire.exchange.hook_state import HookState
+from gradwire.exchange.settings import settings_of
 from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
@@ -191,7 +191,7 @@ def test_load_or_changed_option_on_all_ranks_takes_one_handshake():
         if step == 4:
             state.ranks["*.0.weight"] = 3
         wrapped_function = store_collectives.differences_between_ranks
-        with mock.patch.object(_handshake, "differences_between_ranks", wraps=wrapped_function) as compare:
+        with mock.patch.object(handshake, "differences_between_ranks", wraps=wrapped_function) as compare:
             train_steps(ddp)
         meetings.append(compare.call_count)
     assert meetings == [1, 0, 1, 0, 1, 0]

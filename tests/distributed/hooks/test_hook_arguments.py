@@ -10,8 +10,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
-from gradwire.hooks import debugging_hooks, default_hooks, powerSGD_hook, quantization_hooks, scaled_cast_hooks
-from gradwire.hooks.hook_state import HookState, Memory, hook_for
+from gradwire.hooks import (
+    HookState,
+    Memory,
+    debugging_hooks,
+    default_hooks,
+    hook_for,
+    powerSGD_hook,
+    quantization_hooks,
+    scaled_cast_hooks,
+)
 from gradwire.hooks.powerSGD_hook import PowerSGDState
 from gradwire.hooks.quantization_hooks import QuantizationState
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState

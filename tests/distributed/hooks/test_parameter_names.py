@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from gradwire.hooks import _names
+from gradwire.exchange import names
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
 from tests.support.bits import assert_same_on_all_ranks
@@ -41,7 +41,7 @@ def linear():
 
 def step(ddp, generator=None):
     ddp.zero_grad()
-    ddp(*_names.unwrapped(ddp.module).batch(generator or own_batches())).backward()
+    ddp(*names.unwrapped(ddp.module).batch(generator or own_batches())).backward()
 
 
 def trained(module, wrapper="pytorch", steps=4, state=None, cap=25, **options):
@@ -206,7 +206,7 @@ def test_error_of_unused_parameter_is_kept_in_compiled_model():
 
 def hidden_models():
     """Lets no search find a model, as after ``gc.freeze()``."""
-    return mock.patch.object(_names, "live_wrappers", lambda: [])
+    return mock.patch.object(names, "live_wrappers", lambda: [])
 
 
 BIND_BEFORE = r"Call state\.bind\(model\) before"

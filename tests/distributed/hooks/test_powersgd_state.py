@@ -20,9 +20,9 @@ from gradwire.comm import LocalTransport, Workspace, run_algorithm
 from gradwire.compress import LowRankBucket, Step
 from gradwire.compress.policy import MatrixShape
 from gradwire.compress.powersgd import alternating_all_reduce, powersgd_all_reduce
-from gradwire.hooks import hook_state
+from gradwire.exchange import hook_state
+from gradwire.exchange.hook_state import StepCount
 from gradwire.hooks import powerSGD_hook as ours
-from gradwire.hooks.hook_state import StepCount
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
 from tests.support.ranks import from_all_ranks, on_ranks

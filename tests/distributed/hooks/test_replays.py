@@ -14,8 +14,8 @@ import torch.distributed as dist
 from gradwire.comm.stream_executor import StreamExecutor
 from gradwire.comm.transport import GroupTransport
 from gradwire.compress import quantized_all_reduce
-from gradwire.hooks import _plans, default_hooks, hook_state
-from gradwire.hooks.hook_state import hook_for
+from gradwire.exchange import default_hooks, hook_state, plans
+from gradwire.exchange.hook_state import hook_for
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook, quantization_perchannel_hook
 from tests.support.bits import assert_same_bits
@@ -66,7 +66,7 @@ class Run:
         enter = self._stack.enter_context
         enter(gpu_on_cpu())
         self.with_replays, self.set_to_none = replays, True
-        self.patch(_plans, "WARM_UP_STEPS", WARM_UP if replays else 10**9)
+        self.patch(plans, "WARM_UP_STEPS", WARM_UP if replays else 10**9)
         self._replay = enter(
             mock.patch.object(StreamExecutor, "replay", autospec=True, side_effect=StreamExecutor.replay)
         )

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from gradwire.exchange.telemetry import HostCopy
 from gradwire.hooks import scaled_cast_hooks
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
-from gradwire.hooks.telemetry import HostCopy
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
 from tests.support.ranks import on_ranks
 from tests.support.states import save_and_load

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from gradwire.comm import shared_facts
+from gradwire.exchange.hook_state import HookState
 from gradwire.hooks import quantization_hooks
-from gradwire.hooks.hook_state import HookState
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks, differences
 from tests.support.ranks import from_all_ranks, on_ranks
 from tests.support.states import Ledger, errors_of

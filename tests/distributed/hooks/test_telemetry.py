@@ -18,12 +18,12 @@ from torch.profiler import profile
 
 import gradwire
 from gradwire.comm import LocalTransport, run_algorithm
-from gradwire.hooks import _handshake, hook_state, telemetry
+from gradwire.exchange import handshake, hook_state, telemetry
+from gradwire.exchange.telemetry import Sample, Timeline, to_jsonl, to_tensorboard, to_wandb
 from gradwire.hooks.default_hooks import CastState, fp16_compress_hook
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState
-from gradwire.hooks.telemetry import Sample, Timeline, to_jsonl, to_tensorboard, to_wandb
 from tests.support.bits import assert_same_bits
 from tests.support.harness import ENVIRONMENT
 from tests.support.ranks import on_ranks
@@ -166,7 +166,7 @@ def test_delayed_ratio_of_quantization_counts_both_shots_of_all_ranks(wire):
 
 @on_ranks(2)
 def test_gradients_that_mostly_arrive_late_are_logged_once_by_the_first_rank():
-    with logged("gradwire.hooks.telemetry") as records:
+    with logged("gradwire.exchange.telemetry") as records:
         state = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=1)
         one_matrix(state, powerSGD_hook, steps=12)
     assert len(records) == (dist.get_rank() == 0)
@@ -215,7 +215,7 @@ def test_compared_elements_are_different_ones_and_stand_for_all():
 @on_ranks(2)
 def test_state_that_nobody_observes_warns_of_gradients_that_arrive_late(wrapper, is_low):
     with ExitStack() as stack:
-        records = stack.enter_context(logged("gradwire.hooks.telemetry"))
+        records = stack.enter_context(logged("gradwire.exchange.telemetry"))
         measured = stack.enter_context(
             mock.patch.object(Sample, "measured", autospec=True, side_effect=Sample.measured)
         )
@@ -244,7 +244,7 @@ def test_check_of_errors_needs_no_handshake_and_leaves_observers_alone():
         state, function = HOOKS["int4"](None)
         ddp, generator = wrapped(hook=(state, function)), own_batches()
         train_steps(ddp, 3, generator)
-        with mock.patch.object(_handshake, "compare_settings") as compared:
+        with mock.patch.object(handshake, "compare_settings") as compared:
             train_steps(ddp, 4, generator)
         assert not compared.called
         reports = []
@@ -428,7 +428,7 @@ import torch
 import torch.distributed as dist
 import gradwire
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
-from gradwire.hooks.telemetry import to_jsonl
+from gradwire.hooks import to_jsonl
 
 store = dist.HashStore()
 dist.init_process_group("gloo", store=store, rank=0, world_size=1)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import gradwire
-from gradwire.hooks import _by_name
+from gradwire.hooks import by_name
 from gradwire.hooks.default_hooks import allreduce_hook, fp16_compress_hook
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
@@ -21,8 +21,8 @@ from tests.support.training import error_of, logged, message_of, train_steps, wr
 
 def environment(value):
     """Meanwhile, GRADWIRE_HOOK has this value on this rank; None: it is not set."""
-    without = {name: each for name, each in os.environ.items() if name != _by_name.VARIABLE}
-    return mock.patch.dict(os.environ, without | ({} if value is None else {_by_name.VARIABLE: value}), clear=True)
+    without = {name: each for name, each in os.environ.items() if name != by_name.VARIABLE}
+    return mock.patch.dict(os.environ, without | ({} if value is None else {by_name.VARIABLE: value}), clear=True)
 
 
 def wrapped_in(value, **options):
@@ -36,7 +36,7 @@ def wrapped_in(value, **options):
 @pytest.mark.parametrize("name", ["int4", "powersgd-r2-int8", "bf16"])
 @on_ranks(2, 3)
 def test_model_trains_as_if_the_script_had_attached_the_hook(name):
-    _by_name.log_name_from_environment.cache_clear()
+    by_name.log_name_from_environment.cache_clear()
     with logged() as records:
         ours, shown = wrapped_in(f" {name} ")
         again, _ = wrapped_in(name)
@@ -46,7 +46,7 @@ def test_model_trains_as_if_the_script_had_attached_the_hook(name):
     assert_same_bits(train_steps(again, 4), train_steps(ours, 4))
     assert ours._get_ddp_logging_data()["comm_hook"] == expected._get_ddp_logging_data()["comm_hook"]
     assert shown == []
-    texts = [(each.levelname, each.getMessage()) for each in records if _by_name.VARIABLE in each.getMessage()]
+    texts = [(each.levelname, each.getMessage()) for each in records if by_name.VARIABLE in each.getMessage()]
     assert len(texts) == (dist.get_rank() == 0)  # for both models
     assert all(level == "WARNING" and f"compresses the gradients with {name}." in text for level, text in texts)
 

@@ -14,8 +14,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_p
 
 import gradwire
 from gradwire.comm import connections
+from gradwire.exchange.decorators import zero_copy
 from gradwire.hooks import default_hooks, powerSGD_hook, quantization_hooks
-from gradwire.hooks._decorators import zero_copy
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
 from tests.support.ranks import from_all_ranks, on_ranks

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 import gradwire
 from gradwire.comm import GroupTransport
-from gradwire.hooks import hook_state
-from gradwire.hooks.hook_state import HookState
+from gradwire.exchange import hook_state
+from gradwire.exchange.hook_state import HookState
 from gradwire.hooks.quantization_hooks import QuantizationState
 from gradwire.reducer.bucket import DenseBucket
 from gradwire.sharded import ReduceScatterOptions

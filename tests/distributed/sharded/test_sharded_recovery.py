@@ -12,7 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 import gradwire
 from gradwire.comm import connections_of
 from gradwire.comm.torch_internals import unique_name
-from gradwire.hooks import _handshake
+from gradwire.exchange import handshake
 from gradwire.hooks.powerSGD_hook import PowerSGDState
 from gradwire.hooks.quantization_hooks import QuantizationState
 from gradwire.sharded import ReduceScatterOptions
@@ -346,7 +346,7 @@ def test_checkpoint_loaded_later_on_some_ranks_only_raises_on_all(kind):
     saved = attachment.state_dict()
     if dist.get_rank() == 3:
         attachment.load_state_dict(saved)
-    with mock.patch.object(_handshake, "AGAIN_TIMEOUT", timedelta(seconds=1)):
+    with mock.patch.object(handshake, "AGAIN_TIMEOUT", timedelta(seconds=1)):
         assert "was loaded, or an option was changed, on this rank but not on ranks 0, 1, 2" in message_of(
             backward, model, 1
         )

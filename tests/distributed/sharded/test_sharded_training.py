@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 import gradwire
-from gradwire.hooks._names import plain_name
+from gradwire.exchange.names import plain_name
 from gradwire.hooks.default_hooks import bf16_compress_hook
 from gradwire.hooks.powerSGD_hook import PowerSGDState
 from gradwire.hooks.quantization_hooks import QuantizationState

@@ -33,9 +33,9 @@ from gradwire.comm.plan import Plan
 from gradwire.comm.stream_executor import Handle, Result, StreamExecutor
 from gradwire.compress import Step, is_repeatable
 from gradwire.compress.memory import BucketMemory
-from gradwire.hooks._bucket import Bucket, BucketWork
-from gradwire.hooks._handshake import Agreement
-from gradwire.hooks._settings import HookSettings
+from gradwire.exchange.bucket import Bucket, BucketWork
+from gradwire.exchange.handshake import Agreement
+from gradwire.exchange.settings import HookSettings
 from gradwire.kernels import Recording, SegmentTable, layout_guard
 
 # Kernels are then compiled, tables uploaded, and the workspace, which shrinks after

@@ -24,14 +24,14 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gradwire._version import __version__
 from gradwire.comm.connections import Connections, connections_of
 from gradwire.comm.rank_differences import format_ranks
 from gradwire.comm.store_collectives import RanksMissing, collective_timeout, differences_between_ranks
 from gradwire.comm.torch_internals import default_group, is_initialized_group
-from gradwire.hooks._bucket import Bucket
-from gradwire.hooks._decorators import is_gradwire_hook
-from gradwire.hooks._names import registered_wrappers
+from gradwire.exchange.bucket import Bucket
+from gradwire.exchange.decorators import is_gradwire_hook
+from gradwire.exchange.names import registered_wrappers
+from gradwire.version import __version__
 
 # Longest wait for the other ranks in a later handshake, or half of the process group's timeout if that is less: a
 # rank that does not join already waits in a collective, and must get the reason before its timeout. In the first

@@ -28,14 +28,16 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from gradwire.compress._validation import closest
 from gradwire.compress.policy import WIRE_ALIASES, wire_name
-from gradwire.hooks._decorators import CommHook
+from gradwire.exchange.decorators import CommHook
 from gradwire.hooks.default_hooks import CastState, allreduce_hook, bf16_compress_hook, fp16_compress_hook
 from gradwire.hooks.powerSGD_hook import FACTOR_WIRES, PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
 from gradwire.kernels import WIRE_FORMATS
+from gradwire.validation import closest
+
+__all__ = ["NamedHook", "hook_named"]
 
 logger = logging.getLogger("gradwire.hooks")
 

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from gradwire.comm import Connections, Executor, Task, executor_for
 from gradwire.comm.shared_facts import SharedFacts
-from gradwire.compress._validation import check_elements, check_memory_shape, check_range, checked_tensors
 from gradwire.compress.memory import BucketMemory, Memory, MemoryByName
-from gradwire.hooks._bucket import Bucket
-from gradwire.hooks._handshake import digest
-from gradwire.hooks._names import is_number, plain_name
+from gradwire.exchange.bucket import Bucket
+from gradwire.exchange.handshake import digest
+from gradwire.exchange.names import is_number, plain_name
 from gradwire.kernels import SegmentTable, as_real, gradient_layout, layout_in_dtype, memory_order
+from gradwire.validation import check_elements, check_memory_shape, check_range, checked_tensors
 
 ERRORS = "errors"  # the entry with error memory
 

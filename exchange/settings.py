@@ -18,13 +18,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 from gradwire.comm.connections import Connections
 from gradwire.comm.forks import in_this_process
 from gradwire.comm.torch_internals import default_group, is_initialized_group
-from gradwire.compress._validation import check_whole_number
-from gradwire.hooks._bucket import Bucket, BucketOrder
-from gradwire.hooks._decorators import by_name, check_process_group, is_gradwire_hook, name_of
-from gradwire.hooks._handshake import Handshake, check_same_ranks
-from gradwire.hooks._memory import StateMemory
-from gradwire.hooks._names import ParameterNames, registered_wrappers
-from gradwire.hooks.telemetry import Report, Telemetry
+from gradwire.exchange.bucket import Bucket, BucketOrder
+from gradwire.exchange.decorators import by_name, check_process_group, is_gradwire_hook, name_of
+from gradwire.exchange.handshake import Handshake, check_same_ranks
+from gradwire.exchange.memory import StateMemory
+from gradwire.exchange.names import ParameterNames, registered_wrappers
+from gradwire.exchange.telemetry import Report, Telemetry
+from gradwire.validation import check_whole_number
 
 _PYTORCHS_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks."
 
@@ -93,7 +93,7 @@ class HookSettings:
     def _apply_settings(self, settings: dict[str, object]) -> None:
         """Apply settings that all ranks have agreed on; they may have changed since the last step."""
 
-    # Recorded steps; see `gradwire.hooks._plans`.
+    # Recorded steps; see `gradwire.exchange.plans`.
 
     def _variant(self, number: int) -> Hashable:
         """What the host decides about step ``number``: a recorded step serves those of the same variant."""

@@ -27,17 +27,17 @@ from gradwire.comm import Algorithm, Connections, GroupTransport, Transport, con
 from gradwire.comm.store_collectives import RanksMissing, named_barrier
 from gradwire.comm.torch_internals import EndCallback
 from gradwire.compress import Step, cast_all_reduce
-from gradwire.compress._validation import MAX_COUNT, check_count, check_counts, check_entries, check_whole_number
 from gradwire.compress.memory import BucketMemory, Memory, MemoryByName
-from gradwire.hooks._bucket import Bucket, GradBucket
-from gradwire.hooks._compilation import EarlyCompilation
-from gradwire.hooks._decorators import ddp_hook, described, zero_copy
-from gradwire.hooks._memory import Scaler, StateMemory
-from gradwire.hooks._names import ParameterNames, check_patterns
-from gradwire.hooks._plans import replayed
-from gradwire.hooks._reduction import reduce_bucket
-from gradwire.hooks._settings import HookSettings
-from gradwire.hooks.telemetry import Telemetry
+from gradwire.exchange.bucket import Bucket, GradBucket
+from gradwire.exchange.compilation import EarlyCompilation
+from gradwire.exchange.decorators import ddp_hook, described, zero_copy
+from gradwire.exchange.memory import Scaler, StateMemory
+from gradwire.exchange.names import ParameterNames, check_patterns
+from gradwire.exchange.plans import replayed
+from gradwire.exchange.reduction import reduce_bucket
+from gradwire.exchange.settings import HookSettings
+from gradwire.exchange.telemetry import Telemetry
+from gradwire.validation import MAX_COUNT, check_count, check_counts, check_entries, check_whole_number
 
 __all__ = ["BucketMemory", "HookSettings", "HookState", "Memory", "Step", "hook_for"]
 

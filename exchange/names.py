@@ -14,7 +14,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gradwire.hooks._bucket import Bucket
+from gradwire.exchange.bucket import Bucket
 
 NUMBERED = "parameter."
 # Name components that torch.compile, activation checkpointing and FSDP add.

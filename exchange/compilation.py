@@ -11,7 +11,7 @@ import torch
 from gradwire.comm import Algorithm, Connections, IdleTransport, Workspace, run_algorithm
 from gradwire.compress import Gradients, Step
 from gradwire.compress.memory import BucketMemory
-from gradwire.hooks._bucket import Bucket
+from gradwire.exchange.bucket import Bucket
 from gradwire.kernels import dispatch, gradient_layout, is_capturing
 
 

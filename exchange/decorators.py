@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from gradwire.hooks._bucket import GradBucket
+from gradwire.exchange.bucket import GradBucket
 
 CommHook = Callable[[Any, GradBucket], Future[torch.Tensor]]
 Hook = TypeVar("Hook", bound=Callable[..., object])

@@ -24,12 +24,12 @@ from gradwire.compress import (
     repeatable,
     sparse_all_reduce,
 )
-from gradwire.compress._validation import check_whole_number
 from gradwire.compress.memory import BucketMemory
-from gradwire.hooks._bucket import Bucket, BucketWork, GradBucket, TorchBucket
-from gradwire.hooks._plans import Plans, replayed
-from gradwire.hooks._settings import HookSettings
+from gradwire.exchange.bucket import Bucket, BucketWork, GradBucket, TorchBucket
+from gradwire.exchange.plans import Plans, replayed
+from gradwire.exchange.settings import HookSettings
 from gradwire.kernels import WIRE_FORMATS, is_capturing
+from gradwire.validation import check_whole_number
 
 logger = logging.getLogger("gradwire.hooks")
 

@@ -80,7 +80,7 @@ class Bucket:
         divisor: number of ranks with inputs left, by which the default reduction divides; 0 if it is not known.
         ends_late: whether the bucket is one of several that PyTorch's DDP launches in one callback at the end of the
             backward, none of them as the last one; see `BucketOrder`.
-        plans: the recorded steps of the bucket, a `gradwire.hooks._plans.Plans`; None if the hook's settings keep them.
+        plans: the bucket's recorded steps, `gradwire.exchange.plans.Plans`; None if the hook's settings keep them.
     """
 
     position: int
@@ -227,7 +227,9 @@ class TorchBucket(Bucket):
         return [(parameter.shape, parameter.stride()) for parameter in self._parameters]
 
     def parameters(self) -> list[torch.Tensor]:
+        """The parameters, in the order of the buffer."""
         return self._parameters
 
     def buffer(self) -> torch.Tensor:
+        """PyTorch's flat buffer of gradients."""
         return self._buffer
