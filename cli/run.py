@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from gradwire.cli.run_advise import AdviceGiven, advised, fail
 from gradwire.cli.run_collectives import compressed_collectives
 from gradwire.cli.run_comparison import LEAST_STEPS, STRETCH
-from gradwire.cli.run_compression import AUTO, Compression, compressed
+from gradwire.cli.run_compression import AUTO, CompressedModel, compressed
 from gradwire.cli.run_report import report
 from gradwire.collectives.group import WITHOUT_MEMORY
 from gradwire.comm.forks import in_this_process
@@ -141,25 +141,40 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.argv = [options.script, *options.arguments]
     if not options.module and not sys.flags.safe_path:
         sys.path[0] = str(Path(options.script).resolve().parent)  # as `python SCRIPT` does
-    process = os.getpid()  # a child that the script forks, and that ends it too, prints nothing
     if options.advise:
-        try:
-            with advised():
-                _run_script(options)
-        except SystemExit as end:
-            if isinstance(end, AdviceGiven) or end.code not in (None, 0) or os.getpid() != process:
-                raise
-        if os.getpid() != process:
-            return
+        _run_advised(options)
+    elif options.collectives:
+        _run_with_collectives(options)
+    else:
+        _run_compressed(options)
+
+
+# A child that the script forks, and that ends it too, prints nothing.
+
+
+def _run_advised(options: argparse.Namespace) -> None:
+    process = os.getpid()
+    try:
+        with advised():
+            _run_script(options)
+    except SystemExit as end:
+        if isinstance(end, AdviceGiven) or end.code not in (None, 0) or os.getpid() != process:
+            raise
+    if os.getpid() == process:
         fail(f"the script ended before the {STEPS + 1} steps of DistributedDataParallel that --advise takes")
-    if options.collectives:
-        with compressed_collectives(options.collectives, options.call) as found:
-            try:
-                _run_script(options)
-            finally:
-                if os.environ.get("RANK", "0") == "0" and os.getpid() == process:
-                    print(found.report(), file=sys.stderr, flush=True)
-        return
+
+
+def _run_with_collectives(options: argparse.Namespace) -> None:
+    process = os.getpid()
+    with compressed_collectives(options.collectives, options.call) as found:
+        try:
+            _run_script(options)
+        finally:
+            if os.environ.get("RANK", "0") == "0" and os.getpid() == process:
+                print(found.report(), file=sys.stderr, flush=True)
+
+
+def _run_compressed(options: argparse.Namespace) -> None:
     reports, print_report = options.hook != NONE, in_this_process(_print_report)
     with compressed(options.hook, options.start, options.measure) as made:
         try:
@@ -170,7 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print_report(made, has_ended=reports)
 
 
-def _print_report(made: Sequence[Compression], has_ended: bool) -> None:
+def _print_report(made: Sequence[CompressedModel], has_ended: bool) -> None:
     rank = made[0].rank if made else int(os.environ.get("RANK", "0"))
     if rank == 0 and (made or has_ended):
         for compression in made:

@@ -27,7 +27,7 @@ from gradwire.collectives.group import MIN_NUMEL, is_compressible
 NO_GRADIENT = "not the grad of a parameter"
 
 
-class Gradients:
+class GradientFinder:
     """Knows which tensors are gradients: those that share memory with the ``grad`` of a parameter.
 
     It finds the parameters that modules register while it is `watching`, and before that, or elsewhere, by `search`.
@@ -90,7 +90,7 @@ class ScriptCollectives:
 
     def __init__(self, wire: str, calls: Collection[str]) -> None:
         self.wire, self.calls = wire, calls
-        self.gradients = Gradients()
+        self.gradients = GradientFinder()
         self._agreement = Agreement()
         # Calls by line, name, shape, and whether they were compressed, and bytes of each.
         self.counts: Counter[tuple[str, str, tuple[int, ...], bool]] = Counter()

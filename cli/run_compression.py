@@ -50,7 +50,7 @@ class HookReplacedWarning(UserWarning):
     """The script has registered a hook of its own, which is used instead of the one on the command line."""
 
 
-class Compression:
+class CompressedModel:
     """The compressed exchange of one model, and what was measured of it on this rank.
 
     Args:
@@ -116,12 +116,12 @@ class Compression:
             self.metrics.setdefault(name, []).append(value)
 
 
-class DDPCompression(Compression):
+class DDPCompression(CompressedModel):
     """The hook of one DistributedDataParallel.
 
     Args:
         ddp: the model, wrapped in PyTorch's class.
-        hook, start, measure: as in `Compression`; "auto" first measures `STEPS` steps.
+        hook, start, measure: as in `CompressedModel`; "auto" first measures `STEPS` steps.
     """
 
     def __init__(self, ddp: TorchDDP, hook: str, start: int, measure: int) -> None:
@@ -188,8 +188,8 @@ class DDPCompression(Compression):
             print(f"gradwire run: {self.model_name}: {self.summary}", file=sys.stderr, flush=True)
 
 
-class ShardedCompression(Compression):
-    """The attachment of one model of FSDP2, HSDP or `replicate`. Args: as in `Compression`.
+class ShardedCompression(CompressedModel):
+    """The attachment of one model of FSDP2, HSDP or `replicate`. Args: as in `CompressedModel`.
 
     Raises:
         ValueError: the hook is "auto"; or it has no wire format for FSDP2's reduce-scatter, and the model no replicas.
@@ -240,11 +240,11 @@ def _attach(model: nn.Module, hook: str, start: int) -> Attachment:
 
 
 @contextmanager
-def compressed(hook: str, start: int = 2, measure: int = 0) -> Iterator[list[Compression]]:
+def compressed(hook: str, start: int = 2, measure: int = 0) -> Iterator[list[CompressedModel]]:
     """Meanwhile, models of PyTorch's DistributedDataParallel get a hook when they are made (see `on_ddp_init`), and
     models of FSDP2 an attachment before their first forward; yields their list.
     """
-    made: list[Compression] = []
+    made: list[CompressedModel] = []
     n_models: Counter[str] = Counter()
     of: WeakKeyDictionary[TorchDDP, DDPCompression] = WeakKeyDictionary()
     register = TorchDDP.register_comm_hook
@@ -256,7 +256,7 @@ def compressed(hook: str, start: int = 2, measure: int = 0) -> Iterator[list[Com
         for group in dict.fromkeys(groups):
             compare_settings(group, settings, again=False)
 
-    def keep(compression: Compression) -> None:
+    def keep(compression: CompressedModel) -> None:
         name = compression.model_name
         n_models[name] += 1
         if n_models[name] > 1:

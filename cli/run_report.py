@@ -4,12 +4,12 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 from gradwire.bench.record import format_bytes
-from gradwire.cli.run_compression import AUTO, OBSERVED_STEPS, Compression
+from gradwire.cli.run_compression import AUTO, OBSERVED_STEPS, CompressedModel
 from gradwire.exchange.telemetry import LARGEST_DELAY
 from gradwire.planner.accuracy import measured_accuracy
 
 
-def report(made: Sequence[Compression]) -> str:
+def report(made: Sequence[CompressedModel]) -> str:
     """The text that rank 0 prints at the end: the measurements of each model of `compressed`."""
     if not made:
         return (
@@ -20,7 +20,7 @@ def report(made: Sequence[Compression]) -> str:
     return "\n".join(line for each in made for line in _lines(each))
 
 
-def _lines(compression: Compression) -> Iterator[str]:
+def _lines(compression: CompressedModel) -> Iterator[str]:
     hook = compression.hook_name
     ranks, steps = compression.world_size, compression.n_steps
     yield (
@@ -50,7 +50,7 @@ def _lines(compression: Compression) -> Iterator[str]:
     yield f"  speed                {speed}"
 
 
-def _exchange(compression: Compression) -> Iterator[str]:
+def _exchange(compression: CompressedModel) -> Iterator[str]:
     """Bytes, times and errors of the exchange, medians over the measured steps; and a measured loss of the hook."""
     values = {name: statistics.median(found) for name, found in compression.metrics.items()}
     if not values:

@@ -17,10 +17,9 @@ from gradwire.collectives.calls import Calls, calls_on
 from gradwire.collectives.compressors import Compressor, Layout
 from gradwire.collectives.memory import Entry, Memory
 from gradwire.comm import connections_of
-from gradwire.comm.connections import ADVICE, may_follow_from_peer
-from gradwire.comm.store_collectives import gather_json
 from gradwire.comm.torch_internals import default_group
 from gradwire.comm.transport import wait_for
+from gradwire.exchange.session import Session
 
 CALL = "gradwire.collectives.resynchronize()"
 
@@ -47,7 +46,7 @@ class CompressedWork(dist.Work):
     ) -> None:
         super().__init__()
         self._calls, self._compressor, self._exchange = calls, compressor, exchange
-        self._connections, self.number = connections_of(compressor.group), calls.count
+        self.number = calls.count
 
         def finished(done: Future[Any]) -> list[Tensor]:
             self.is_marked = calls.end(self.number)
@@ -58,16 +57,10 @@ class CompressedWork(dist.Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the result is there. Raises the error of the exchange; ``timeout`` is the process group's."""
-        connections, compressor = self._connections, self._compressor
-        try:
-            wait_for(self._exchange, connections.check_peers)
-        except RuntimeError as error:
-            elsewhere = connections.failure_elsewhere(wait=may_follow_from_peer(error))
-            rank, call = dist.get_rank(), f"Call {self.number} of gradwire.collectives, {compressor.site},"
-            connections.fail(elsewhere or f"{call} failed on rank {rank}: {error}")
-            if elsewhere is None or elsewhere in str(error):
-                raise
-            raise RuntimeError(f"{elsewhere}\n{ADVICE}") from error
+        compressor = self._compressor
+        call = f"Call {self.number} of gradwire.collectives, {compressor.site},"
+        with Session([compressor.group]).attempt(call, compressor.group):
+            wait_for(self._exchange, connections_of(compressor.group).check_peers)
         self._future.wait()
         if compressor.in_flight is self._exchange:
             compressor.in_flight = None  # it holds the tensors
@@ -241,14 +234,11 @@ def resynchronize(group: dist.ProcessGroup | None = None, *memories: Memory) -> 
     """
     if (group := _own_group(group)) is None:
         return
-    connections = connections_of(group)
-    connections.fail(f"{CALL} was called")
-    calls = calls_on(connections)
-    mine = [connections.generation, calls.count, [memory.steps(group) for memory in memories]]
-    facts = gather_json(group, CALL, mine, connections.check_alive)
-    connections.renew(1 + max(generation for generation, _, _ in facts))
-    calls.restart(max(count for _, count, _ in facts))
-    for memory, *steps in zip(memories, *(each for _, _, each in facts), strict=True):
+    calls = calls_on(connections_of(group))
+    mine = {"calls": calls.count, "steps": [memory.steps(group) for memory in memories]}
+    every = Session([group]).resynchronize(CALL, mine)
+    calls.restart(max(one["calls"] for one in every))
+    for memory, *steps in zip(memories, *(one["steps"] for one in every), strict=True):
         memory.restart(group, steps)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from gradwire.comm.transport import Collective, Driver
 
 
-class Recording(Protocol):
+class RecordedPart(Protocol):
     """What `gradwire.kernels.launch.Recording` notes of a part of an algorithm."""
 
     calls: list[Callable[[], object]]
@@ -48,7 +48,7 @@ class Plan:
 
     def __init__(
         self,
-        record: Callable[[int], AbstractContextManager[Recording]],
+        record: Callable[[int], AbstractContextManager[RecordedPart]],
         place: int,
         gradients: Sequence[Tensor],
         refresh: Callable[[], None],

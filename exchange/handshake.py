@@ -70,7 +70,7 @@ class Handshake:
     """The process groups that have agreed on the settings of a hook, for the models of each."""
 
     def __init__(self) -> None:
-        self._agreed: WeakKeyDictionary[dist.ProcessGroup, dict[str, Agreement]] = WeakKeyDictionary()  # by hook
+        self._agreed: WeakKeyDictionary[dist.ProcessGroup, dict[str, AgreedSettings]] = WeakKeyDictionary()  # by hook
         self.is_loaded_anew = False  # whether the state was loaded since the last handshake
 
     def expect(self) -> None:
@@ -84,7 +84,7 @@ class Handshake:
             for agreement in agreements.values():
                 agreement.settings = agreement.token = None
 
-    def agreement(self, group: dist.ProcessGroup, hook: str) -> Agreement | None:
+    def agreement(self, group: dist.ProcessGroup, hook: str) -> AgreedSettings | None:
         """The latest agreement on the settings of a hook on a process group; None if there was none."""
         return self._agreed.get(group, {}).get(hook)
 
@@ -105,11 +105,7 @@ class Handshake:
                 stepped an optimizer before the average. Every rank that joins raises.
             ValueError: the DistributedDataParallel has other ranks.
         """
-        group = bucket.process_group
-        if group is None:
-            group = process_group or default_group()
-        elif process_group is not None and process_group is not group:
-            group = _chosen_group(bucket, process_group)
+        group = _group_of(bucket, process_group)
         if bucket.note_use is not None:
             bucket.note_use(state, group)
         connections, own, telemetry = connections_of(group), state._compared_options(), state.telemetry
@@ -117,7 +113,7 @@ class Handshake:
         agreements = self._agreed.setdefault(group, {})
         agreement = agreements.get(state.hook_name)
         if agreement is None or agreement.generation != connections.generation:
-            agreement = agreements[state.hook_name] = Agreement(connections.generation)
+            agreement = agreements[state.hook_name] = AgreedSettings(connections.generation)
         again = bucket.first in agreement.parameters
         if again and agreement.settings == settings:
             return connections
@@ -126,24 +122,12 @@ class Handshake:
             ddp = _pytorchs_ddp(bucket, group, process_group is None)
             parameters = bucket.parameters() if ddp is None else list(ddp.module.parameters())
             stepped = None if ddp is None else _find_stepped(ddp, bucket)
-        kind = "sparse gradients" if bucket.is_sparse else "gradients"
-        shapes = [tuple(parameter.shape) for parameter in bucket.parameters()]
-        facts = {
-            **settings,
-            "loaded since the last handshake": again and self.is_loaded_anew,
-            **state._handshake_facts(),
-            "parameter whose gradient was removed in the backward": stepped or "none",
-            "names of its parameters": f"{names[0]} and so on, digest {digest(names)}" if names else "not needed",
-            "bucket": f"{bucket.position}, the last" if bucket.is_final else bucket.position,
-            kind: f"{bucket.dtype} on {bucket.device.type}",
-            "parameters of the bucket": len(shapes),
-            **{f"shape of its parameter {i}": shape for i, shape in enumerate(shapes)},
-        }
+        is_loaded = {"loaded since the last handshake": again and self.is_loaded_anew}
+        facts = {**settings, **is_loaded, **state._handshake_facts(), **_facts_of_bucket(bucket, names, stepped)}
         compare_settings(group, {name: str(fact) for name, fact in facts.items()}, again, bucket.model_number)
         if stepped is not None:
             raise RuntimeError(stepped_early(f"The gradient of {stepped} was removed"))
-        # A copy: dictionaries among the options may be modified in place.
-        settings = {name: dict(value) if isinstance(value, Mapping) else value for name, value in settings.items()}
+        settings = _copied(settings)
         state._apply_settings({name: settings[name] for name in own})  # measuring changes no buckets
         agreement.settings, agreement.token = settings, object()
         agreement.parameters.update(dict.fromkeys(parameters, True))
@@ -153,7 +137,7 @@ class Handshake:
         return connections
 
 
-class Agreement:
+class AgreedSettings:
     """The agreement of all ranks of a process group on the settings of a hook."""
 
     def __init__(self, generation: int) -> None:
@@ -222,6 +206,32 @@ def _compare_through_store(
             rank=dist.get_rank(), what=facts["hook"], ranks=format_ranks(error.ranks), timeout=timeout
         )
         raise RuntimeError(f"{problem} {_UNCHANGED} {words.remedy}") from error
+
+
+def _copied(settings: Mapping[str, object]) -> dict[str, object]:
+    """A copy: dictionaries among the options may be modified in place."""
+    return {name: dict(value) if isinstance(value, Mapping) else value for name, value in settings.items()}
+
+
+def _facts_of_bucket(bucket: Bucket, names: Sequence[str], stepped: str | None) -> dict[str, object]:
+    kind = "sparse gradients" if bucket.is_sparse else "gradients"
+    shapes = [tuple(parameter.shape) for parameter in bucket.parameters()]
+    return {
+        "parameter whose gradient was removed in the backward": stepped or "none",
+        "names of its parameters": f"{names[0]} and so on, digest {digest(names)}" if names else "not needed",
+        "bucket": f"{bucket.position}, the last" if bucket.is_final else bucket.position,
+        kind: f"{bucket.dtype} on {bucket.device.type}",
+        "parameters of the bucket": len(shapes),
+        **{f"shape of its parameter {i}": shape for i, shape in enumerate(shapes)},
+    }
+
+
+def _group_of(bucket: Bucket, process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The process group of a bucket's exchange, if the hook or its state has ``process_group``."""
+    own = bucket.process_group
+    if own is None:
+        return process_group or default_group()
+    return own if process_group is None or process_group is own else _chosen_group(bucket, process_group)
 
 
 def _chosen_group(bucket: Bucket, chosen: dist.ProcessGroup) -> dist.ProcessGroup:

@@ -34,7 +34,7 @@ from gradwire.comm.stream_executor import Handle, Result, StreamExecutor
 from gradwire.compress import Step, is_repeatable
 from gradwire.compress.memory import BucketMemory
 from gradwire.exchange.bucket import Bucket, BucketWork
-from gradwire.exchange.handshake import Agreement
+from gradwire.exchange.handshake import AgreedSettings
 from gradwire.exchange.settings import HookSettings
 from gradwire.kernels import Recording, SegmentTable, layout_guard
 
@@ -157,7 +157,7 @@ class _Token(NamedTuple):
 class _Entry:
     """A variant of a bucket's steps, and its plan. ``agreement``: of the ranks on the settings; None without a hook."""
 
-    def __init__(self, token: _Token, agreement: Agreement | None) -> None:
+    def __init__(self, token: _Token, agreement: AgreedSettings | None) -> None:
         self.token, self._agreement = token, agreement
         self.n_steps = 0  # since the token is this one, or the plan was dropped
         self.n_misfits = 0  # plans that were dropped since the last replay

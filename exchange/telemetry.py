@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.comm import Algorithm, Collective, Driver, Transport
+from gradwire.comm.clock import Mark, durations
 from gradwire.comm.executor import EXIT_TIMEOUT_SECONDS
 from gradwire.compress import Gradients
 from gradwire.compress.memory import BucketMemory
@@ -115,34 +116,6 @@ T = TypeVar("T")
 Work = tuple[Gradients, Gradients]  # source and target of an algorithm
 
 
-class Mark:
-    """A timestamp of a device: of its current stream, or of this thread for a CPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._seconds = 0.0
-        self._event: torch.cuda.Event | None = None
-        if device.type == "cuda":
-            self._event = torch.cuda.Event(enable_timing=True)
-            self._event.record(torch.cuda.current_stream(device))
-        else:
-            self._seconds = time.perf_counter()
-
-    def is_past(self) -> bool:
-        """Whether the device has reached it."""
-        return self._event is None or bool(self._event.query())
-
-    def wait(self) -> None:
-        """Wait until the device has reached it."""
-        if self._event is not None:
-            self._event.synchronize()
-
-    def milliseconds_since(self, earlier: Mark) -> float:
-        """Milliseconds since ``earlier``; both must be past."""
-        if self._event is None or earlier._event is None:
-            return 1e3 * (self._seconds - earlier._seconds)
-        return float(earlier._event.elapsed_time(self._event))
-
-
 class Timeline:
     """Time and payload of one bucket in one step."""
 
@@ -171,11 +144,6 @@ class Timeline:
         """Encode, wire and decode time (ms): before, in and after the collectives."""
         *encoding, decoding = durations(self._marks)
         return sum(encoding), sum(durations(self._marks[1:-1])), decoding
-
-
-def durations(marks: Sequence[Mark]) -> list[float]:
-    """Milliseconds from the first mark to the second, from the third to the fourth, and so on."""
-    return [end.milliseconds_since(begin) for begin, end in zip(marks[::2], marks[1::2], strict=False)]
 
 
 class Telemetry:

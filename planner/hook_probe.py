@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 from gradwire.comm import Executor, Transport, Workspace, connections_of, run_algorithm
+from gradwire.comm.clock import Mark, durations
 from gradwire.comm.executor import MAX_TASKS_IN_FLIGHT, Task
 from gradwire.comm.transport import AllReduce, AllToAll, Collective, Shot, pieces_on_gloo
 from gradwire.exchange.decorators import is_zero_copy
-from gradwire.exchange.telemetry import Mark, durations
 from gradwire.hooks.default_hooks import allreduce_hook
 from gradwire.planner.device_sync import spin, synchronize
 from gradwire.planner.hook_registry import FIRST_COMPRESSED, HOOKS, Registration

@@ -87,6 +87,24 @@ def check(job: Job, device: torch.device) -> Job:
     elsewhere = {str(parameter.device) for parameter in parameters if parameter.device.type != device.type}
     if elsewhere:
         raise JobError(f"The model has parameters on {', '.join(sorted(elsewhere))}; move it to {device}.")
+    loss = _checked_loss(job)
+    try:
+        loss.backward()
+    except Exception as error:
+        raise JobError(f"The backward pass of loss(model) raised {type(error).__name__}: {error}.") from error
+    without = [name for name, p in job.model.named_parameters() if p.requires_grad and p.grad is None]
+    if without:
+        raise JobError(
+            f"The backward pass leaves {len(without)} parameters without a gradient, {without[0]} among them. "
+            "Use them, or set requires_grad = False."
+        )
+    if any(p.grad is not None and p.grad.is_sparse for p in parameters):
+        raise JobError("The model has sparse gradients, which no hook compresses. Set sparse=False.")
+    job.model.zero_grad(set_to_none=True)
+    return job
+
+
+def _checked_loss(job: Job) -> Tensor:
     wrapped = _Wrapped(job.model)
     try:
         loss = job.loss(wrapped)
@@ -104,20 +122,7 @@ def check(job: Job, device: torch.device) -> Job:
             "loss(model) does not call its argument. Call model(...) there: the argument is a DistributedDataParallel "
             "around the model, and gradients of the model alone are not exchanged."
         )
-    try:
-        loss.backward()
-    except Exception as error:
-        raise JobError(f"The backward pass of loss(model) raised {type(error).__name__}: {error}.") from error
-    without = [name for name, p in job.model.named_parameters() if p.requires_grad and p.grad is None]
-    if without:
-        raise JobError(
-            f"The backward pass leaves {len(without)} parameters without a gradient, {without[0]} among them. "
-            "Use them, or set requires_grad = False."
-        )
-    if any(p.grad is not None and p.grad.is_sparse for p in parameters):
-        raise JobError("The model has sparse gradients, which no hook compresses. Set sparse=False.")
-    job.model.zero_grad(set_to_none=True)
-    return job
+    return loss
 
 
 class _Wrapped(nn.Module):

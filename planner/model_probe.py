@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from gradwire.comm.clock import Mark
 from gradwire.comm.torch_internals import queue_callback
 from gradwire.exchange.bucket import GradBucket
 from gradwire.exchange.decorators import zero_copy
 from gradwire.exchange.names import parameter_names
-from gradwire.exchange.telemetry import Mark
 from gradwire.hooks.debugging_hooks import noop_hook
 from gradwire.planner.device_sync import synchronize
 from gradwire.planner.jobs import Job, JobError

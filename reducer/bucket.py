@@ -365,15 +365,22 @@ class DenseBucket(BucketBase):
         for i in dropped:
             self._drop_stand_in(i, scale, take_back)
         if self.as_view:
-            for i, (parameter, view) in enumerate(zip(self._parameters, self._buffer_views, strict=True)):
-                grad = parameter.grad
-                if grad is None and i not in self.stand_ins:
-                    self._raise_removed(i)
-                stays = i in dropped if grad is None else grad.data_ptr() == view.data_ptr()
-                if not stays:
-                    parameter.grad = view
-            return
-        # A hook may have assigned to ``.grad`` since `collect`.
+            self._assign_views(dropped)
+        else:
+            self._restore_assigned(dropped)
+
+    def _assign_views(self, dropped: Sequence[int]) -> None:
+        """Let the parameters' gradients be views of the buffer, except stand-ins that are dropped."""
+        for i, (parameter, view) in enumerate(zip(self._parameters, self._buffer_views, strict=True)):
+            grad = parameter.grad
+            if grad is None and i not in self.stand_ins:
+                self._raise_removed(i)
+            stays = i in dropped if grad is None else grad.data_ptr() == view.data_ptr()
+            if not stays:
+                parameter.grad = view
+
+    def _restore_assigned(self, dropped: Sequence[int]) -> None:
+        """Copy the means of gradients to which a hook has assigned since `collect`."""
         grads = list(map(_grad_of, self._parameters))
         for i in compress(range(len(grads)), map(is_not, grads, self._grads)):  # usually none
             grad, mean = grads[i], self._grads[i]

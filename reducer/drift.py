@@ -51,7 +51,7 @@ def _mixed(x: Tensor) -> Tensor:
     return 2 * squares + x.sum()
 
 
-class Comparison(NamedTuple):
+class ChecksumComparison(NamedTuple):
     """A comparison of checksums in flight."""
 
     sums: dict[str, Tensor]  # this rank's, by name
@@ -79,7 +79,7 @@ class DriftCheck:
         """Count from zero: after an error, ranks may have counted differently."""
         self._n_backwards = 0
         self._buffers: dict[str, Tensor] = {}  # checksums
-        self._in_flight: Comparison | None = None
+        self._in_flight: ChecksumComparison | None = None
 
     @property
     def _is_due(self) -> bool:
@@ -116,7 +116,7 @@ class DriftCheck:
         stacked = torch.stack(list(sums.values()))
         extremes = torch.cat([stacked, ~stacked])  # the maximum of ~x is ~ the minimum of x
         wait = transport.launch(transport.all_reduce_max(extremes))
-        self._in_flight = Comparison(sums, state_sums, extremes, wait)
+        self._in_flight = ChecksumComparison(sums, state_sums, extremes, wait)
 
     def finish(self, group: dist.ProcessGroup, check: Callable[[], None]) -> None:
         """End the comparison, if one is in flight: RuntimeError, on every rank, if tensors differ. A collective call.

@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.comm.connections import connections_of, existing_connections
-from gradwire.comm.rank_differences import check_collectives, format_by_rank
+from gradwire.comm.connections import connections_of
+from gradwire.comm.rank_differences import format_by_rank
 from gradwire.comm.store_collectives import differences_between_ranks, gather_json
-from gradwire.comm.torch_internals import all_groups, collective_counts, unique_name
+from gradwire.comm.torch_internals import all_groups, unique_name
 from gradwire.exchange.handshake import digest
 from gradwire.exchange.hook_state import HookState, share_hook_state
+from gradwire.exchange.session import Facts, Session
 from gradwire.reducer.exchange import Exchange
 from gradwire.reducer.model_sync import broadcast_coalesced, describe_layouts, layouts_of
 from gradwire.reducer.reducer import Reducer
@@ -37,33 +38,24 @@ def resynchronize(
     """
     exchange, group = reducer.exchange, reducer.exchange.process_group
     reducer.leave_for_resynchronize(f"{CALL} was called")
-    groups = {unique_name(each): each for each in (all_groups() if reducer.hook.has_groups else [group])}
+    groups = all_groups() if reducer.hook.has_groups else [group]
     layouts = describe_layouts(layouts_of({**parameters, **buffers}))
     mine = {
         "from_rank": from_rank if from_rank is None or type(from_rank) is int else repr(from_rank),
         "parameters": digest(parameters),
         "layouts": digest(list(layouts.items())),
-        "groups": {name: _group_facts(exchange, each) for name, each in groups.items()},
+        "states": {unique_name(each): [state.hook_name for state in exchange.states_on(each)] for each in groups},
     }
-    by_rank = gather_json(group, CALL, mine, exchange.connections.check_alive)
-    _check_source([one["from_rank"] for one in by_rank])
-    used = {name for one in by_rank for name, facts in one["groups"].items() if facts["is used"]}
-    facts_of = {name: [one["groups"][name] for one in by_rank if name in one["groups"]] for name in sorted(used)}
-    for name, facts in facts_of.items():
-        which = "itself" if name == unique_name(group) else f"{name}, which the communication hook uses"
-        check_collectives([one["collectives"] for one in facts], which)
-    if from_rank is None and len({one["parameters"] for one in by_rank}) > 1:
-        _raise_parameters_differ(group, parameters)
-    if from_rank is not None and len({one["layouts"] for one in by_rank}) > 1:
-        lines = differences_between_ranks(group, f"{CALL}: layouts", layouts)
-        raise RuntimeError(
-            f"{CALL} cannot broadcast parameters and buffers that differ between ranks:{lines}\nMake them alike on all "
-            "ranks, and call it again; or name a buffer that each rank sizes by itself in "
-            "module._ddp_params_and_buffers_to_ignore before you wrap the model."
-        )
-    for name, facts in facts_of.items():
-        if name in groups and (generation := max(one["generation"] for one in facts)) > 0:
-            connections_of(groups[name]).renew(1 + generation)
+
+    def check(by_rank: Sequence[Facts]) -> None:
+        _check_source([one["from_rank"] for one in by_rank])
+        if from_rank is None and len({one["parameters"] for one in by_rank}) > 1:
+            _raise_parameters_differ(group, parameters)
+        if from_rank is not None and len({one["layouts"] for one in by_rank}) > 1:
+            _raise_layouts_differ(group, layouts)
+
+    used = [each for each in groups if each in exchange.hook_groups]
+    by_rank = Session([group]).resynchronize(CALL, mine, check, used=used, known=groups)
     reducer.restart()
     with reducer.leaving(CALL), torch.no_grad():
         source = from_rank or 0
@@ -74,19 +66,9 @@ def resynchronize(
         if isinstance(state, HookState) and state not in exchange.hook_states:
             share_hook_state(state, exchange.transport, source, exchange.device)
         source = dist.get_global_rank(group, source)
-        for name, facts in facts_of.items():
-            if name in groups:
-                _share_states_in_hook(exchange, groups[name], [one["states"] for one in facts], source)
-
-
-def _group_facts(exchange: Exchange, group: dist.ProcessGroup) -> dict[str, Any]:
-    connections = existing_connections(group)
-    return {
-        "is used": group is exchange.process_group or group in exchange.hook_groups,
-        "generation": 0 if connections is None else connections.generation,
-        "collectives": collective_counts(group),
-        "states": [state.hook_name for state in exchange.states_on(group)],
-    }
+        for each in sorted(groups, key=unique_name):
+            hooks_by_rank = [one["states"][name] for one in by_rank if (name := unique_name(each)) in one["states"]]
+            _share_states_in_hook(exchange, each, hooks_by_rank, source)
 
 
 def _share_states_in_hook(
@@ -113,6 +95,15 @@ def _check_source(ranks: Sequence[Any]) -> None:
         )
     if len(set(ranks)) > 1:
         raise ValueError(f"from_rank is {format_by_rank(ranks)}; expected the same on every rank.")
+
+
+def _raise_layouts_differ(group: dist.ProcessGroup, layouts: Mapping[str, str]) -> None:
+    lines = differences_between_ranks(group, f"{CALL}: layouts", layouts)
+    raise RuntimeError(
+        f"{CALL} cannot broadcast parameters and buffers that differ between ranks:{lines}\nMake them alike on all "
+        "ranks, and call it again; or name a buffer that each rank sizes by itself in "
+        "module._ddp_params_and_buffers_to_ignore before you wrap the model."
+    )
 
 
 def _raise_parameters_differ(group: dist.ProcessGroup, parameters: Mapping[str, Tensor]) -> None:

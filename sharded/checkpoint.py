@@ -30,18 +30,23 @@ def save(
     if saved and not isinstance(state, HookState):
         raise NotImplementedError(f"The state is a {type(state).__name__}; only a HookState can be sharded.")
     if isinstance(state, HookState):
-        memory = state.memory.declared
-        entries = [entry for entry in saved if not isinstance(saved[entry], int)]
-        if not memory and entries:
-            saved = state.merge_shards(saved, list(dict.fromkeys(each.shards for each in groups if each.shards)))
-        for entry in entries if memory else ():
-            if entry not in memory or memory[entry].shape is None:
-                del saved[entry]
-            elif saved[entry] or state._keeps(entry):
-                saved[entry] = _as_shards(saved[entry], groups)
+        saved = _sharded_entries(state, saved, groups)
     if reduce_scatters:
         within = {name: error for each in reduce_scatters for name, error in each.saved_errors().items()}
         saved[WITHIN] = _as_shards(within, groups)
+    return saved
+
+
+def _sharded_entries(state: HookState, saved: dict[str, Any], groups: Sequence[ParameterGroup]) -> dict[str, Any]:
+    memory = state.memory.declared
+    entries = [entry for entry in saved if not isinstance(saved[entry], int)]
+    if not memory and entries:
+        return state.merge_shards(saved, list(dict.fromkeys(each.shards for each in groups if each.shards)))
+    for entry in entries:
+        if entry not in memory or memory[entry].shape is None:
+            del saved[entry]
+        elif saved[entry] or state._keeps(entry):
+            saved[entry] = _as_shards(saved[entry], groups)
     return saved
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from gradwire.comm import connections_of
-from gradwire.comm.connections import has_streams, may_follow_from_peer
+from gradwire.comm.connections import has_streams
 from gradwire.comm.torch_internals import NO_BACKWARD, EndCallback, current_backward, queue_callback
 from gradwire.comm.transport import wait_for
 from gradwire.exchange.handshake import compare_settings
+from gradwire.exchange.session import Session
 from gradwire.sharded.torch_internals import ParameterGroup
 
 logger = logging.getLogger("gradwire.sharded")
@@ -40,6 +40,7 @@ class ShardedExchange:
         settings: settings that must be equal on all ranks, with the name of the ``hook``.
 
     Attributes:
+        session: the exchange on the process groups.
         groups: the process groups.
         device: device of the gradients.
         n_averages: number of parameter groups that a hook averages between replicas in a whole step.
@@ -50,7 +51,8 @@ class ShardedExchange:
     """
 
     def __init__(self, groups: Iterable[dist.ProcessGroup], device: torch.device, settings: Mapping[str, str]) -> None:
-        self.groups, self.device, self._settings = list(dict.fromkeys(groups)), device, settings
+        self.session = Session(groups)
+        self.groups, self.device, self._settings = self.session.groups, device, settings
         self.n_averages = self.n_steps = 0
         self.is_plain = False
         self.step_begins: list[Callable[[], None]] = []
@@ -101,23 +103,18 @@ class ShardedExchange:
         if group not in self.groups:  # FSDP2's own for the reduce-scatter, `set_separate_reduce_scatter_group`
             self.groups.append(group)
         try:
-            for each in self.groups:
-                connections_of(each).check()
+            self.session.check()
         except RuntimeError as error:  # the group was destroyed, or an earlier exchange failed
             self._error = error
             self.leave(str(error))
             return False
         try:
-            self._compare_settings()
-            with torch.no_grad():
+            with self.session.attempt(f"The {name}", group), torch.no_grad():
+                self._compare_settings()
                 exchange()
         except Exception as error:
-            self._error, is_of_peer = error, may_follow_from_peer(error)
-            elsewhere = connections_of(group).failure_elsewhere(wait=is_of_peer)
-            own = f"The {name} failed on rank {dist.get_rank()}: {error}"
-            if is_of_peer and (elsewhere is None or elsewhere not in str(error)):
-                self._error = RuntimeError(own if elsewhere is None else f"{elsewhere}\n{own}")
-            self.leave(elsewhere or own)
+            self._error = error
+            self._keep_results()
         return self._error is None
 
     def finish_later(
@@ -157,10 +154,11 @@ class ShardedExchange:
         self._is_loaded = True
 
     def leave(self, reason: str) -> None:
-        """Leave the exchange in all process groups (`Connections.fail`). Results that have arrived are kept."""
-        for group in self.groups:
-            with suppress(RuntimeError):  # the group was destroyed
-                connections_of(group).fail(reason)
+        """Leave the exchange in all process groups. Results that have arrived are kept."""
+        self.session.leave(reason)
+        self._keep_results()
+
+    def _keep_results(self) -> None:
         for parameters, (_, name, _) in list(self._awaited.items()):
             try:
                 with torch.no_grad():

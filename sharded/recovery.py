@@ -10,9 +10,6 @@ import torch.distributed as dist
 from torch import nn
 
 from gradwire.comm import connections_of
-from gradwire.comm.rank_differences import check_collectives
-from gradwire.comm.store_collectives import gather_json
-from gradwire.comm.torch_internals import collective_counts, unique_name
 from gradwire.exchange.handshake import digest
 from gradwire.exchange.hook_state import HookState, share_hook_state
 from gradwire.sharded.exchange import ShardedExchange
@@ -34,13 +31,11 @@ def resynchronize(
 
     All checks come before any change, on facts of all ranks exchanged through the store: collectives may be stuck.
     """
-    exchange.leave(f"{CALL} was called")
+    exchange.leave(f"{CALL} was called")  # also waits for results
     replicas = next((group.replicas for group in groups if group.replicas is not None), None)
     parameters = {name: each for group in groups for name, each in group.parameters.items()}
     shards = {name: each.sharded_param.detach().to_local() for name, each in parameters.items()}
     mine = {
-        "generation": max(connections_of(group).generation for group in exchange.groups),
-        "collectives": {unique_name(each): collective_counts(each) for each in exchange.groups},
         "steps": exchange.n_steps,
         "replicas": None if replicas is None else str(dist.get_process_group_ranks(replicas)),
         "parameters": digest(shards),
@@ -49,32 +44,20 @@ def resynchronize(
         "iter": state.iter if isinstance(state, HookState) else 0,
         "calls": max((each.n_calls for each in reduce_scatters), default=0),
     }
-    facts: dict[str, Any] = {str(dist.get_rank()): mine}
-    for group in exchange.groups:  # then, in a mesh of two dimensions, those of all ranks
-        gathered = gather_json(group, CALL, facts, connections_of(group).check_alive)
-        facts = {rank: fact for some in gathered for rank, fact in some.items()}
-    every = [facts[rank] for rank in sorted(facts, key=int)]
-    _check(every)
-    for group in exchange.groups:
-        connections_of(group).renew(1 + max(one["generation"] for one in every))
+    every = exchange.session.resynchronize(CALL, mine, _check)
     exchange.restart()
     discard_step(model)
     for each in reduce_scatters:
         each.n_calls = max(one["calls"] for one in every)
     if isinstance(state, HookState) and replicas is not None:
-        try:
+        with exchange.session.attempt(CALL, replicas):
             transport = connections_of(replicas).transport(CALL, exchange.device)
             share_hook_state(state, transport, 0, exchange.device)
-        except BaseException as error:
-            exchange.leave(f"{CALL} failed on rank {dist.get_rank()}: {error}")
-            raise
         state.iter = min(one["iter"] for one in every)
 
 
 def _check(facts: Sequence[Mapping[str, Any]]) -> None:
     """Raise RuntimeError, on every rank, if some have applied the failed step, or FSDP2 cannot go on."""
-    for name in sorted({name for one in facts for name in one["collectives"]}):
-        check_collectives([one["collectives"][name] for one in facts if name in one["collectives"]], name)
     if any(one["in backward"] for one in facts):
         raise RuntimeError(
             f"FSDP2 is in the middle of a backward that has raised an error, and torch {torch.__version__} has no "

@@ -21,20 +21,11 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
 def differences(actual: Any, expected: Any, path: str = "") -> list[str]:
     """One line for each place where two nested values differ."""
     if isinstance(expected, Tensor) and isinstance(actual, Tensor):
-        if same_bits(actual, expected):
-            return []
-        if actual.shape != expected.shape or actual.dtype != expected.dtype:
-            return [f"{path}: {actual.dtype} {tuple(actual.shape)}, not {expected.dtype} {tuple(expected.shape)}"]
-        wrong = (actual != expected).sum().item()
-        wide = torch.complex128 if actual.is_complex() else torch.float64
-        largest = (actual.to(wide) - expected.to(wide)).abs().max().item() if actual.numel() else 0.0
-        return [f"{path}: {wrong} of {actual.numel()} elements differ, by up to {largest:.3g}"]
+        return [] if same_bits(actual, expected) else [f"{path}: {_difference_of_tensors(actual, expected)}"]
     if type(actual) is not type(expected):
         return [f"{path}: {actual!r}, not {expected!r}"]
     if is_dataclass(expected):
-        names = [field.name for field in fields(expected)]
-        actual, expected = ({name: getattr(each, name) for name in names} for each in (actual, expected))
-        return differences(actual, expected, path)
+        actual, expected = _attributes(actual), _attributes(expected)
     if isinstance(expected, dict):
         if actual.keys() != expected.keys():
             return [f"{path}: keys {sorted(actual)}, not {sorted(expected)}"]
@@ -45,3 +36,16 @@ def differences(actual: Any, expected: Any, path: str = "") -> list[str]:
         pairs = enumerate(zip(actual, expected, strict=True))
         return [line for i, (a, e) in pairs for line in differences(a, e, f"{path}[{i}]")]
     return [] if actual == expected else [f"{path}: {actual!r}, not {expected!r}"]
+
+
+def _attributes(instance: Any) -> dict[str, Any]:
+    return {field.name: getattr(instance, field.name) for field in fields(instance)}
+
+
+def _difference_of_tensors(actual: Tensor, expected: Tensor) -> str:
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        return f"{actual.dtype} {tuple(actual.shape)}, not {expected.dtype} {tuple(expected.shape)}"
+    wrong = (actual != expected).sum().item()
+    wide = torch.complex128 if actual.is_complex() else torch.float64
+    largest = (actual.to(wide) - expected.to(wide)).abs().max().item() if actual.numel() else 0.0
+    return f"{wrong} of {actual.numel()} elements differ, by up to {largest:.3g}"

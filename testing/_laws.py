@@ -208,9 +208,7 @@ def after_training(case: Case, start: int, results: Sequence[dict[str, Trained]]
     if text := rank_differences([{name: run.gradients for name, run in runs.items()} for runs in results]):
         yield "ranks agree", text
     runs = results[0]
-    for wrapper in WRAPPERS:
-        if lines := differences(labeled(runs[wrapper].gradients[:start]), labeled(runs[wrapper].plain)):
-            yield "plain start", f"on {wrapper}, " + "; ".join(lines[:5])
+    yield from after_plain_start(start, runs)
     ours = labeled(runs[GRADWIRE].gradients)
     for law, other in (("deterministic", "again"), ("both DDPs", PYTORCH)):
         if lines := differences(ours, labeled(runs[other].gradients)):
@@ -225,6 +223,12 @@ def after_training(case: Case, start: int, results: Sequence[dict[str, Trained]]
             continue
         if text := lost(case, len(results), steps, run.gradients, run.errors, {}):
             yield "nothing lost", f"on {wrapper}, {text}"
+
+
+def after_plain_start(start: int, runs: Mapping[str, Trained]) -> Iterator[Violation]:
+    for wrapper in WRAPPERS:
+        if lines := differences(labeled(runs[wrapper].gradients[:start]), labeled(runs[wrapper].plain)):
+            yield "plain start", f"on {wrapper}, " + "; ".join(lines[:5])
 
 
 def error_memory_problem(case: Case, results: Sequence[dict[str, dict[str, Tensor]]]) -> str | None:

@@ -35,7 +35,11 @@ def run_in_lockstep(algorithms: Sequence[Algorithm[Any]], *, world_size: int | N
 
 
 def _run(awaited: Sequence[Collective], n_others: int) -> None:
-    reductions = [each for each in awaited if isinstance(each, AllReduce)]
+    _reduce([each for each in awaited if isinstance(each, AllReduce)], n_others)
+    _exchange([each for each in awaited if isinstance(each, AllToAll | AllGather)], n_others)
+
+
+def _reduce(reductions: Sequence[AllReduce], n_others: int) -> None:
     for tensors in zip(*(each.tensors for each in reductions), strict=True):
         stacked = torch.stack(tensors)
         if reductions[0].op == dist.ReduceOp.MAX:
@@ -47,7 +51,9 @@ def _run(awaited: Sequence[Collective], n_others: int) -> None:
             reduced = wide.sum(0).add_(wide[-1], alpha=n_others).to(stacked.dtype)
         for tensor in tensors:
             tensor.copy_(reduced)
-    shots = [each for each in awaited if isinstance(each, AllToAll | AllGather)]
+
+
+def _exchange(shots: Sequence[AllToAll | AllGather], n_others: int) -> None:
     for rank, shot in enumerate(shots):
         peers, period = list(range(len(shots) + n_others)), 1
         if shot.part is not None:

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 import gradwire
 from gradwire.comm import connections_of
 from gradwire.comm.torch_internals import unique_name
-from gradwire.exchange import handshake
+from gradwire.exchange import handshake, session
 from gradwire.hooks.powerSGD_hook import PowerSGDState
 from gradwire.hooks.quantization_hooks import QuantizationState
 from gradwire.sharded import ReduceScatterOptions
@@ -313,7 +313,7 @@ def test_resynchronize_raises_on_all_ranks_where_a_checkpoint_is_needed():
     assert "register_post_accumulate_grad_hook" in message_of(attachment.resynchronize)
     if is_first:
         handle.remove()
-    with mock.patch.object(gradwire.sharded.recovery, "collective_counts", lambda group: [int(is_first)]):
+    with mock.patch.object(session, "collective_counts", lambda group: [int(is_first)]):
         assert "[1] on rank 0" in message_of(attachment.resynchronize)
     attachment.resynchronize()
     assert error_of(backward, model, 1) is None
@@ -329,9 +329,7 @@ def test_missing_collectives_on_one_of_two_groups_of_the_same_ranks_raise_with_i
     (shards,) = attachment.exchange.groups
     attachment.exchange.groups.append(dist.new_group())  # as after FSDP2's `set_separate_reduce_scatter_group`
     issued = int(dist.get_rank() == 0)
-    with mock.patch.object(
-        gradwire.sharded.recovery, "collective_counts", lambda group: [issued if group is shards else 0]
-    ):
+    with mock.patch.object(session, "collective_counts", lambda group: [issued if group is shards else 0]):
         message = message_of(attachment.resynchronize)
     assert f"the process group {unique_name(shards)}: [1] on rank 0, [0] on rank 1" in message
 
