@@ -221,6 +221,25 @@ def test_memory_keeps_what_a_reduce_scatter_loses(wire, error_dtype):
     assert float(left.norm()) < float(exact.norm())
 
 
+@pytest.mark.parametrize("collective", [all_reduce, reduce_scatter_tensor], ids=lambda each: each.__name__)
+@on_ranks(2)
+def test_errors_in_bf16_add_up_values_smaller_than_the_distance_of_their_neighbors(collective):
+    memory, n_steps, n_elements = Memory(error_dtype=torch.bfloat16), 200, 2 * 640
+    distance = 2.0**-9  # of neighbors in bf16, from 0.25 to 0.5
+    for step in range(1 + n_steps):
+        source = torch.full((n_elements,), 0.25 if step == 0 else distance / 4)
+        source[::64] = 8.0  # the scale of every block is 1, so all other elements are sent as 0
+        written = [source] if collective is all_reduce else [torch.empty(n_elements // 2), source]
+        collective(*written, wire="int4", memory=memory["weight"])
+        assert_same_bits(written[0].view(-1, 64)[:, 1:].count_nonzero(), torch.tensor(0))
+    errors = memory.state_dict()["weight"]["errors"]["weight"].double().view(-1, 64)  # the mean over the ranks
+    assert not errors[:, 0].any()
+    n_up = (errors[:, 1:] - 0.25) / distance  # of n_steps coins, heads with a probability of 1 / 4
+    deviation = (n_steps * 1 / 4 * 3 / 4 / dist.get_world_size()) ** 0.5
+    assert (n_up - n_steps / 4).abs().max() <= 5 * deviation
+    assert n_up.unique().numel() > 10
+
+
 @on_ranks(2)
 def test_memory_of_a_reduce_scatter_continues_with_more_padding():
     def source_of(step, n_padded):
