@@ -147,7 +147,8 @@ def compressed_group(
     Args:
         group: the ranks; None for the default group.
         wire: "int8", "fp8", "int6", "bf16" or "fp16", which need no error memory. Equal on all ranks.
-        min_numel: smallest number of elements of a compressed tensor. Equal on all ranks.
+        min_numel: smallest number of elements of a compressed tensor; that of ``reduce_scatter_tensor`` is its input.
+            Equal on all ranks.
 
     Returns:
         The group; its ``compressed`` and ``passed`` count bytes by operation.

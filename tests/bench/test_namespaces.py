@@ -1,16 +1,18 @@
 """Hosts made of network namespaces: reachable, limited, and deleted afterwards, also after errors."""
 
 import contextlib
+import io
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import typer
 
-from gradwire.bench import namespaces
+from gradwire.bench import late_packets, namespaces
 from gradwire.bench.gpu import timings
 from gradwire.bench.namespaces import NamespaceError, Rate
 from gradwire.cli.options import parse_rate
@@ -91,6 +93,34 @@ def test_sent_bytes_equal_the_interface_counter(monkeypatch, tmp_path):
     (tmp_path / "dev").write_text(PROC_NET_DEV)
     monkeypatch.setattr(namespaces, "Path", lambda path: tmp_path / Path(path).name)
     assert namespaces.sent_bytes() == 123_456
+
+
+@pytest.mark.parametrize("delay_ms", [0.0, 0.25, 40.0])
+def test_any_delay_takes_the_place_of_the_bridge(monkeypatch, delay_ms):
+    relay, joined = mock.MagicMock(), []
+    relay.return_value.__enter__.return_value.stdout.readline.return_value = b"ready\n"
+    monkeypatch.setattr(namespaces, "subprocess", mock.Mock(Popen=relay))
+    monkeypatch.setattr(namespaces, "delete_abandoned", lambda: None)
+    monkeypatch.setattr(namespaces, "_add", lambda name, stack: mock.MagicMock())
+    monkeypatch.setattr(namespaces, "_join_by_bridge", lambda made, bridge: joined.append(len(made)))
+    with namespaces.hosts(2, delay_ms):
+        pass
+    assert joined == ([2] if delay_ms == 0 else [])
+    assert [float(call.args[0][2]) for call in relay.call_args_list] == ([] if delay_ms == 0 else [delay_ms])
+
+
+@pytest.mark.parametrize("delay_ms", ["0.25", "40.0"])
+def test_packets_are_late_by_the_milliseconds_of_the_command(monkeypatch, capsys, delay_ms):
+    threads = mock.Mock()
+    monkeypatch.setattr(late_packets.sys, "argv", ["late_packets.py", delay_ms, "eth0", "a=10.77.0.1", "b=10.77.0.2"])
+    monkeypatch.setattr(late_packets.sys, "stdin", io.StringIO())
+    monkeypatch.setattr(late_packets, "open_device", lambda namespace, name: f"{name} of {namespace}")
+    monkeypatch.setattr(late_packets.threading, "Thread", threads)
+    late_packets.main()
+    sinks = {bytes([10, 77, 0, 1]): "eth0 of a", bytes([10, 77, 0, 2]): "eth0 of b"}
+    expected = [(sink, sinks, pytest.approx(float(delay_ms) / 1e3)) for sink in sinks.values()]
+    assert [call.kwargs["args"] for call in threads.call_args_list] == expected
+    assert capsys.readouterr().out == "ready\n"
 
 
 @needs_namespaces

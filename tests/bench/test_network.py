@@ -35,7 +35,13 @@ def made_up(sent_bytes):
         "1gbit",
         2,
         [
-            SimpleNamespace(hook=hook, name=name, seconds=[ms / 1e3] * 3, one_bucket=one_bucket, link_bytes=sent_bytes)
+            SimpleNamespace(
+                hook=hook,
+                name=name,
+                seconds=[ms / 1e3, 9.0 * ms, ms / 1e3],
+                one_bucket=one_bucket,
+                link_bytes=sent_bytes,
+            )
             for hook, name, ms, one_bucket in runs
         ],
     )

@@ -73,6 +73,30 @@ def test_suggested_steps_decide_four_of_five_runs():
     assert sum(each.high < 1 for each in later) < 5
 
 
+@pytest.mark.parametrize("n_steps", [1, 2, 3])
+def test_run_that_ends_before_its_first_compressed_step_says_so(world_of_one, n_steps):
+    with run_compression.compressed("int4", start=2) as made:
+        train_steps(DistributedDataParallel(build("mlp")), n_steps)
+    made[0].release()
+    text = run_report.report(made)
+    assert f"1 rank, {n_steps} step" in text
+    assert ("nothing was compressed: that begins after 2 steps" in text) == (n_steps <= 2)
+    assert ("sent in a step" in text) == (n_steps > 2)
+
+
+def test_times_and_bytes_are_medians_of_the_measured_steps(world_of_one):
+    with run_compression.compressed("int4") as made:
+        train_steps(DistributedDataParallel(build("mlp")), 3)
+    made[0].release()
+    names = {"encode_ms": 1, "wire_ms": 2, "decode_ms": 3, "gradient_bytes": 8000, "sent_bytes": 1000}
+    made[0].metrics = {name: [value, value, 100 * value] for name, value in names.items()}
+    made[0].step_seconds = [0.004, 0.4, 0.004]
+    text = run_report.report(made)
+    assert "time of a step       4 ms\n" in text
+    assert "of the exchange      encode 1 ms, wire 2 ms, decode 3 ms;" in text
+    assert "sent in a step       1 kB instead of 8 kB: 8 times fewer bytes\n" in text
+
+
 def test_error_at_first_and_at_the_end_are_the_first_and_the_last_measured(world_of_one):
     with run_compression.compressed("int4") as made:
         train_steps(DistributedDataParallel(build("mlp")), 13)

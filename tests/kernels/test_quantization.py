@@ -292,9 +292,18 @@ def test_exchange_matches_reference_for_every_dtype(wire, dtype, device, data):
 def test_full_and_partial_chunks_match_reference(wire, device):
     # Two full aligned chunks, a full one that is not aligned, and a partial one.
     layouts = (Layout((8192,), (1,)), Layout((4096,), (1,), 1), Layout((67, 61), (61, 1)))
-    # With one piece a cell has 86 blocks, so chunks span two cells; with two it has 43, fewer than a chunk.
-    for pieces in (1,) if INTERPRETED else (1, 2):
-        check(Exchange(wire, layouts=layouts, dtype=BF16, pieces=pieces, world_size=3), device)
+    # A cell has 86 blocks, so chunks span two cells.
+    check(Exchange(wire, layouts=layouts, dtype=BF16, world_size=3), device)
+
+
+# A chunk has 64 blocks, a tile that rounds errors to bf16 has 32, and a chunk of a sum has 16.
+@pytest.mark.parametrize(
+    ("world_size", "errors"), [(1, BF16), (2, FP32), (5, FP32)], ids=["33 blocks", "17 blocks", "7 blocks"]
+)
+@pytest.mark.parametrize("wire", FORMATS)
+def test_cells_smaller_than_a_chunk_match_reference(wire, world_size, errors, device):
+    layouts = (Layout((4096,), (1,)), Layout((67,), (1,), 1))
+    check(Exchange(wire, layouts=layouts, dtype=BF16, pieces=2, world_size=world_size, errors=errors), device)
 
 
 NEW_FORMATS = [

@@ -97,6 +97,27 @@ def test_default_group_passed_by_name_is_compressed():
     assert_same_bits(parameters[0].grad, expected)
 
 
+@pytest.mark.parametrize("numel", [MIN_NUMEL - 2, MIN_NUMEL, 2 * MIN_NUMEL - 2])
+@on_ranks(2)
+def test_tensors_of_min_numel_elements_or_more_are_compressed(numel):
+    """A reduce-scatter counts the elements of its input."""
+    (parameter,), _ = case([numel])
+    part, expected_part = torch.empty(numel // 2), torch.empty(numel // 2)
+    with compressed_collectives("int8", []) as found:
+        dist.reduce_scatter_tensor(part, parameter.grad)
+        dist.all_reduce(parameter.grad)
+    if numel < MIN_NUMEL:
+        dist.reduce_scatter_tensor(expected_part, drawn(0, numel))
+        expected = plain(drawn(0, numel))
+    else:
+        collectives.reduce_scatter_tensor(expected_part, drawn(0, numel), dist.ReduceOp.SUM, wire="int8")
+        expected = compressed(drawn(0, numel))
+    assert_same_bits([part, parameter.grad], [expected_part, expected])
+    is_counted = [(name, is_compressed) for _, name, _, is_compressed in found.counts]
+    names = ["reduce_scatter_tensor", "all_reduce"] if numel >= MIN_NUMEL else []
+    assert is_counted == [(name, True) for name in names]
+
+
 @on_ranks(2)
 def test_reduce_scatter_of_a_gradient_is_compressed():
     size = dist.get_world_size()

@@ -18,21 +18,30 @@ def drawn(*shape, seed=0):
 
 
 @on_ranks(2)
-def test_large_gradients_are_compressed_and_all_else_is_exact():
+def test_gradients_of_min_numel_or_more_are_compressed_and_all_else_is_exact():
     group = compressed_group(wire="int8", min_numel=1000)
-    size = dist.get_world_size()
-    large, single = drawn(40, 50), drawn(40, 50)
-    dist.all_reduce(large, group=group)
-    all_reduce(single, dist.ReduceOp.SUM, wire="int8")
-    assert_same_bits(large, single)
-    source, output, expected = drawn(size, 2000), torch.empty(2000), torch.empty(2000)
-    dist.reduce_scatter_tensor(output, source, dist.ReduceOp.AVG, group=group)
-    reduce_scatter_tensor(expected, source, wire="int8")
-    assert_same_bits(output, expected)
-    assert group.compressed == {"all_reduce": large.nbytes, "reduce_scatter_tensor": source.nbytes}
+    size, compressed = dist.get_world_size(), {"all_reduce": 0, "reduce_scatter_tensor": 0}
+    for numel in (1000, 2000):
+        large, single = drawn(numel), drawn(numel)
+        dist.all_reduce(large, group=group)
+        all_reduce(single, dist.ReduceOp.SUM, wire="int8")
+        assert_same_bits(large, single)
+        compressed["all_reduce"] += large.nbytes
+    # A reduce-scatter counts the elements of its input, whatever the size of its output.
+    for numel in (998, 1000, 1998, 2000):
+        source, output, expected = drawn(numel), torch.empty(numel // size), torch.empty(numel // size)
+        dist.reduce_scatter_tensor(output, source, dist.ReduceOp.AVG, group=group)
+        if numel < 1000:
+            dist.reduce_scatter_tensor(expected, source)
+            expected /= size
+        else:
+            reduce_scatter_tensor(expected, source, wire="int8")
+            compressed["reduce_scatter_tensor"] += source.nbytes
+        assert_same_bits(output, expected)
+    assert group.compressed == compressed
 
     for tensor, op in [
-        (drawn(30), dist.ReduceOp.SUM),
+        (drawn(999), dist.ReduceOp.SUM),
         (drawn(40, 50), dist.ReduceOp.MAX),
         (torch.arange(2000) + dist.get_rank(), dist.ReduceOp.SUM),
     ]:
@@ -48,9 +57,9 @@ def test_large_gradients_are_compressed_and_all_else_is_exact():
     assert_same_bits(gathered.chunk(size)[dist.get_rank()], part)
     dist.barrier(group=group)
     assert dist.get_rank(group) == dist.get_rank() and dist.get_world_size(group) == size
-    assert group.compressed == {"all_reduce": large.nbytes, "reduce_scatter_tensor": source.nbytes}
+    assert group.compressed == compressed
     assert group.passed["broadcast"] == parameter.nbytes
-    assert "compressed: all_reduce: 8,000 B" in repr(group)
+    assert "compressed: all_reduce: 12,000 B" in repr(group)
 
 
 @on_ranks(2)

@@ -293,20 +293,28 @@ def test_law1_holds_while_parameters_are_frozen_and_trained_again(place):
 
 
 @on_ranks(4)
-def test_rounding_is_independent_between_ranks_and_between_shards():
+def test_rounding_is_independent_between_ranks_shards_and_steps():
     torch.manual_seed(0)
     model = fully_shard(torch.nn.Linear(64, 64, bias=False), mesh=mesh("fsdp"))
     attachment = gradwire.attach(model, within=ReduceScatterOptions(wire="int4", exempt=()))
     row = torch.full((1, 64), 2.3)
     row[0, 0] = 7.0  # the scale of every block is 1, so 2.3 becomes 2, and 0.3 one of two neighbors in bf16
-    model(row).sum().backward()  # the same gradient on all ranks, the same rows in all shards
-    errors = attachment.state_dict()["within"]["weight"].full_tensor()[:, 1:]
-    heads = 4 * (errors - errors.min()) / (errors.max() - errors.min())  # of four coins, one per rank
-    torch.testing.assert_close(heads.unique(), torch.arange(5.0), atol=0.1, rtol=0)
-    assert heads.var() < 1.3 * 0.25 * 4
-    shards = heads.chunk(4)
-    assert all(not one.equal(other) for one, other in itertools.combinations(shards, 2))
-    assert len(heads.unique(dim=0)) > 60  # the rows of a shard, too
+    heads = []
+    for _ in range(2):
+        model(row).sum().backward()  # the same gradient on all ranks, the same rows in all shards
+        saved = attachment.state_dict()
+        errors = saved["within"]["weight"].full_tensor()[:, 1:]
+        heads.append(4 * (errors - errors.min()) / (errors.max() - errors.min()))  # of four coins, one per rank
+        torch.testing.assert_close(heads[-1].unique(), torch.arange(5.0), atol=0.1, rtol=0)
+        assert heads[-1].var() < 1.3 * 0.25 * 4
+        shards = heads[-1].chunk(4)
+        assert all(not one.equal(other) for one, other in itertools.combinations(shards, 2))
+        assert len(heads[-1].unique(dim=0)) > 60  # the rows of a shard, too
+        saved["within"]["weight"].zero_()
+        attachment.load_state_dict(saved)  # the next step starts from the same errors
+        model.zero_grad()
+    correlation = torch.corrcoef(torch.stack([each.flatten() for each in heads]))[0, 1]
+    assert correlation.abs() < 5 / heads[0].numel() ** 0.5
 
 
 @on_ranks(4)
