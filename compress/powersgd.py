@@ -152,6 +152,122 @@ async def exchange(message: Message, step: Step) -> None:
         await step.transport.all_reduce(*message)
 
 
+class LaidOut(NamedTuple):
+    """Where the factors of one step lie. All but quantized factors is in the workspace, valid until its next use."""
+
+    messages: list[Message]  # one for each exchange; the first includes the gradients that are not compressed
+    wires: list[Tensor]  # the factors of each exchange
+    others: Tensor  # the gradients that are not compressed, packed
+    basis: Tensor  # factors with orthonormal columns, in the dtype of the arithmetic
+
+
+class AllReducedFactors:
+    """Factors that all-reduces add up.
+
+    Args:
+        table: the matrices.
+        dtype: wire dtype of the factors; None for the gradients' own, or bf16 for fp16 gradients. The other gradients
+            keep their own.
+        others_numel: elements of the gradients that are sent with the first factors.
+    """
+
+    def __init__(self, table: MatrixTable, dtype: torch.dtype | None, others_numel: int) -> None:
+        self.dtype = dtype or (torch.bfloat16 if table.dtype == torch.float16 else table.dtype)
+        self._table, self._others_numel = table, others_numel
+
+    def lay_out(
+        self, sends: Sequence[FactorLayout], basis: FactorLayout, transport: Transport, workspace: Workspace
+    ) -> LaidOut:
+        """The tensors of a step; see `LowRankBucket.start_step`."""
+        dtype, first_numel, later_sides = self._table.dtype, sends[0].numel, sends[1:]
+        sizes = [(basis.numel, self._table.compute), *((side.numel, self.dtype) for side in later_sides)]
+        if self.dtype == dtype:  # one tensor holds both parts
+            both, orthonormal, *later = workspace.wires((first_numel + self._others_numel, dtype), *sizes)
+            first, others = both.split([first_numel, self._others_numel])
+            message = [both]
+        else:
+            parts = (first_numel, self.dtype), (self._others_numel, dtype)
+            first, others, orthonormal, *later = workspace.wires(*parts, *sizes)
+            message = [first, others] if self._others_numel else [first]
+        return LaidOut([message, *([each] for each in later)], [first, *later], others, orthonormal)
+
+    def residual(self, side: FactorLayout) -> None:
+        """An all-reduce loses nothing that a later step could send."""
+
+
+class TwoShotFactors:
+    """Factors that two-shot all-reduces quantize; see `QuantizedFactors`, of which each side has one.
+
+    Args:
+        table: the matrices.
+        wire: wire format of the factors.
+        others_numel: elements of the gradients that are sent with P, and with Q if steps alternate.
+        error_feedback: whether the error memory takes what the exchange of the last factors loses.
+        alternating: whether each step sends one side.
+    """
+
+    def __init__(
+        self, table: MatrixTable, wire: WireFormat, others_numel: int, error_feedback: bool, alternating: bool
+    ) -> None:
+        self.dtype, self._table, self._wire = table.compute, table, wire
+        self._others_numel, self._error_feedback, self._alternating = others_numel, error_feedback, alternating
+        self._sides: dict[FactorLayout, QuantizedFactors] = {}  # from the first step of each on
+
+    def lay_out(
+        self, sends: Sequence[FactorLayout], basis: FactorLayout, transport: Transport, workspace: Workspace
+    ) -> LaidOut:
+        """The tensors of a step; see `LowRankBucket.start_step`."""
+        sides = [self._side(side, transport) for side in sends]
+        sizes = [(basis.numel, self._table.compute), *(size for side in sides for size in side.wires)]
+        orthonormal, *buffers = workspace.wires(*sizes)
+        messages: list[Message] = []
+        for side in sides:
+            used, buffers = buffers[: len(side.wires)], buffers[len(side.wires) :]
+            messages.append(side.start_exchange(used))
+        return LaidOut(messages, [side.factors for side in sides], sides[0].others, orthonormal)
+
+    def residual(self, side: FactorLayout) -> Tensor | None:
+        """What the last exchange has lost of this rank's factors; None if the error memory does not take it."""
+        residual = self._sides[side].residual
+        return None if residual is None else residual[: side.numel]
+
+    def _side(self, side: FactorLayout, transport: Transport) -> QuantizedFactors:
+        if side not in self._sides:
+            table = self._table
+            numel = self._others_numel if side is table.p or self._alternating else 0
+            others = torch.empty(numel, dtype=table.dtype, device=table.device)
+            has_residual = self._error_feedback and (side is table.q or self._alternating)
+            self._sides[side] = QuantizedFactors(side, self.dtype, self._wire, others, transport, has_residual)
+        return self._sides[side]
+
+
+class OtherGradients:
+    """The gradients of a bucket that are not compressed: those of ``layouts`` with these ``indices``."""
+
+    def __init__(self, layouts: Sequence[Tensor], indices: Sequence[int]) -> None:
+        self._indices = indices
+        self._table = SegmentTable([layouts[i] for i in indices]) if indices else None
+        self.numel = 0 if self._table is None else self._table.numel
+
+    def operands(
+        self, source: Sequence[Tensor], target: Sequence[Tensor], packed: Tensor, sent_with: FactorLayout
+    ) -> Uncompressed | None:
+        """The gradients and results among those of the bucket, which ``packed`` carries; None if there are none."""
+        if self._table is None:
+            return None
+        gradients = results = list(map(source.__getitem__, self._indices))
+        if target is not source:
+            results = list(map(target.__getitem__, self._indices))
+        return Uncompressed(self._table, gradients, results, packed, sent_with)
+
+    def refresh(self, source: Sequence[Tensor], target: Sequence[Tensor]) -> None:
+        """Replace the addresses of gradients and results in device memory."""
+        if self._table is not None:
+            self._table.packed([source[i] for i in self._indices])
+            if not is_in_place(source, target):
+                self._table.for_results.packed([target[i] for i in self._indices])
+
+
 class LowRankStep(NamedTuple):
     """The tensors of one bucket in one step. Each buffer of factors holds one side, P or Q, of all its matrices.
 
@@ -227,13 +343,6 @@ class LowRankBucket(BucketMemory):
             for i, shape in compressed.items()
             for k in range(shape.matrices)
         ]
-        self._others = [i for i, shape in enumerate(shapes) if shape is None]
-        self._others_table = SegmentTable([layouts[i] for i in self._others]) if self._others else None
-        self._others_numel = self._others_table.numel if self._others_table is not None else 0
-        self._factor_wire = factor_wire
-        self._factor_dtype = factor_dtype or (torch.bfloat16 if dtype == torch.float16 else dtype)
-        self._quantized: dict[FactorLayout, QuantizedFactors] = {}  # by side, from its first step on
-        self._own_sent: dict[FactorLayout, Tensor] = {}  # likewise: `OwnFactor.sent`
         super().__init__(SegmentTable(layouts), {"errors": {}, "q": {}, "p": {}})
         matrices = [
             Matrix(shape.rows, shape.columns, shape.rank, random_key(seed, f"{names[i]}/{k}"))
@@ -248,12 +357,17 @@ class LowRankBucket(BucketMemory):
         self._is_captured = False  # whether a user has captured a step in a CUDA graph
         self._counted = iteration  # value of ``counter`` after the latest step
 
+        self._others = OtherGradients(layouts, [i for i, shape in enumerate(shapes) if shape is None])
+        self._factors: AllReducedFactors | TwoShotFactors
+        if factor_wire is None:
+            self._factors = AllReducedFactors(self.table, factor_dtype, self._others.numel)
+        else:
+            self._factors = TwoShotFactors(self.table, factor_wire, self._others.numel, error_feedback, alternating)
+        self._own_sent: dict[FactorLayout, Tensor] = {}  # by side, from its first step on: `OwnFactor.sent`
         by_name = {names[i]: layouts[i] for i in compressed}
         self._errors: list[Tensor] | None = None
         if error_feedback:
-            errors = earlier.get("errors", {})
-            for name, layout in by_name.items():
-                self.memory["errors"][name] = error_like(errors.get(name), layout, self.table.compute, name)
+            self.memory["errors"] = self._new_errors(by_name, earlier.get("errors", {}))
             self._errors = self._matrices(dict(zip(compressed, self.memory["errors"].values(), strict=True)))
         # A step that reads M twice may leave it in the target.
         self._keeps = error_feedback and self.table.can_keep()
@@ -261,7 +375,7 @@ class LowRankBucket(BucketMemory):
         self.p: Tensor | None = None
         if alternating:
             self.p, self.memory["p"] = self._packed(self.table.p, by_name, earlier.get("p", {}))
-        p, q, others = sum(self.table.p.sizes), sum(self.table.q.sizes), self._others_numel
+        p, q, others = sum(self.table.p.sizes), sum(self.table.q.sizes), self._others.numel
         self.sent_numels = (p + others, q + others) if alternating else (p + q + others, p + q + others)
 
     def start_step(self, step: Step, *, sends: Sequence[FactorLayout], basis: FactorLayout) -> LowRankStep:
@@ -270,90 +384,36 @@ class LowRankBucket(BucketMemory):
         ``sends`` are the layouts of the factors of each exchange, ``table.p`` or ``table.q``; ``basis`` is that of the
         factors to orthogonalize.
         """
-        source, target, iteration, workspace = step.gradients, step.results, step.iteration, step.workspace
+        source, target = step.gradients, step.results
         self.layout.check_tensors(source)
         gradients = results = self._matrices(source)
         overwrites = is_in_place(source, target)
         if not overwrites:
             self.layout.check_tensors(target)
             results = self._matrices(target)
-
-        messages: list[Message]
-        if self._factor_wire is not None:
-            messages, wires, others, basis_buffer = self._quantized_messages(step.transport, workspace, sends, basis)
-        else:
-            dtype, on_wire, sent = self.table.dtype, self._factor_dtype, sends[0].numel
-            sizes = [(basis.numel, self.table.compute)]
-            if len(sends) == 2:
-                sizes.append((sends[1].numel, on_wire))
-            if on_wire == dtype:  # one tensor holds both parts
-                message, basis_buffer, *later = workspace.wires((sent + self._others_numel, dtype), *sizes)
-                first, others = message.split([sent, self._others_numel])
-                messages = [[message]]
-            else:
-                sizes = [(sent, on_wire), (self._others_numel, dtype), *sizes]
-                first, others, basis_buffer, *later = workspace.wires(*sizes)
-                messages = [[first, others] if self._others else [first]]
-            wires = [first, *later]
-            if later:
-                messages.append(later)
-        uncompressed = None
-        if self._others_table is not None:
-            others_source = others_target = list(map(source.__getitem__, self._others))
-            if not overwrites:
-                others_target = list(map(target.__getitem__, self._others))
-            uncompressed = Uncompressed(self._others_table, others_source, others_target, others, sends[0])
+        laid_out = self._factors.lay_out(sends, basis, step.transport, step.workspace)
+        uncompressed = self._others.operands(source, source if overwrites else target, laid_out.others, sends[0])
         # A user's CUDA graph counts without the host's knowledge.
         is_repeated = is_capturing(self.counter.device)
         self._is_captured |= is_repeated and not is_recording()
-        self._counted = iteration + 1
+        self._counted = step.iteration + 1
         # Every replay of a CUDA graph would set the same number, so a captured step increments the counter instead.
-        advance_to = None if is_repeated else iteration + 1
+        advance_to = None if is_repeated else self._counted
         kept = self.q if sends[-1] is self.table.q else self.p
         assert kept is not None, "P is kept only by a bucket made with alternating=True"
         renewal = Renewal(sends[-1], kept, self.counter, advance_to)
         keep = self._keeps and len(sends) == 2
         own = self._own_factor(sends[-1], step.transport.world_size)
         matrices = Operands(self.table, gradients, results, self._errors, keep, uncompressed, renewal, own)
-        return LowRankStep(matrices, messages, wires, basis_buffer)
+        return LowRankStep(matrices, laid_out.messages, laid_out.wires, laid_out.basis)
 
     def _own_factor(self, side: FactorLayout, world_size: int) -> OwnFactor | None:
         """Where this rank's own factor is kept, which the error memory needs unless it is the only one."""
         if self._errors is None or world_size == 1:
             return None
-        quantized = self._quantized.get(side)
         if side not in self._own_sent:
-            dtype = self._factor_dtype if quantized is None else self.table.compute
-            self._own_sent[side] = torch.empty(side.numel, dtype=dtype, device=self.table.device)
-        residual = None if quantized is None or quantized.residual is None else quantized.residual[: side.numel]
-        return OwnFactor(side, self._own_sent[side], residual, world_size)
-
-    def _quantized_messages(
-        self, transport: Transport, workspace: Workspace, sends: Sequence[FactorLayout], basis: FactorLayout
-    ) -> tuple[list[Message], list[Tensor], Tensor, Tensor]:
-        """The messages of a step with quantized factors, the factors, the other gradients, and the basis."""
-        sides, sizes = [self._quantized_factors(side, transport) for side in sends], [(basis.numel, self.table.compute)]
-        for side in sides:
-            sizes += side.wires
-        basis_buffer, *buffers = workspace.wires(*sizes)
-        messages: list[Message] = []
-        for side in sides:
-            used, buffers = buffers[: len(side.wires)], buffers[len(side.wires) :]
-            messages.append(side.start_exchange(used))
-        return messages, [side.factors for side in sides], sides[0].others, basis_buffer
-
-    def _quantized_factors(self, side: FactorLayout, transport: Transport) -> QuantizedFactors:
-        """The message of one side's factors, and of the gradients that are sent with them."""
-        if side not in self._quantized:
-            assert self._factor_wire is not None
-            table, is_alternating = self.table, self.p is not None
-            numel = self._others_numel if side is table.p or is_alternating else 0
-            others = torch.empty(numel, dtype=table.dtype, device=table.device)
-            has_residual = self._errors is not None and (side is table.q or is_alternating)
-            self._quantized[side] = QuantizedFactors(
-                side, table.compute, self._factor_wire, others, transport, has_residual
-            )
-        return self._quantized[side]
+            self._own_sent[side] = torch.empty(side.numel, dtype=self._factors.dtype, device=self.table.device)
+        return OwnFactor(side, self._own_sent[side], self._factors.residual(side), world_size)
 
     @property
     def can_replay(self) -> bool:  # type: ignore[override]
@@ -368,10 +428,7 @@ class LowRankBucket(BucketMemory):
         targets = self._addresses(target)
         errors = [error.data_ptr() for error in self._errors] if self._errors is not None else targets
         self.table.on_device_addresses([*self._addresses(source), *targets, *errors])
-        if self._others_table is not None:
-            self._others_table.packed([source[i] for i in self._others])
-            if not is_in_place(source, target):
-                self._others_table.for_results.packed([target[i] for i in self._others])
+        self._others.refresh(source, target)
 
     def _addresses(self, tensors: Sequence[Tensor]) -> list[int]:
         """The addresses of `_matrices`."""
@@ -385,6 +442,11 @@ class LowRankBucket(BucketMemory):
             tensor = tensors[i]
             matrices.append(tensor.as_strided((rows, columns), (columns, 1), tensor.storage_offset() + start))
         return matrices
+
+    def _new_errors(self, layouts: Mapping[str, Tensor], earlier: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The error memory by parameter name, continued from ``earlier``."""
+        dtype = self.table.compute
+        return {name: error_like(earlier.get(name), layout, dtype, name) for name, layout in layouts.items()}
 
     def _packed(
         self, factors: FactorLayout, names: Iterable[str], earlier: Mapping[str, Tensor]

@@ -104,9 +104,7 @@ class Plans:
         if number is None:
             number = 0 if settings.steps is None else settings.steps.number(bucket.position)
         entry = self._entries.get((settings._variant(number), executor.place, bucket.divisor))
-        if entry is None or not entry.stands(settings, executor) or torch.cuda.is_current_stream_capturing():
-            return None
-        if entry.parameters is not None and not entry.has_parameters(bucket.parameters()):
+        if entry is None or not entry.stands(settings, executor, bucket) or torch.cuda.is_current_stream_capturing():
             return None
         work = bucket.work(executor.transport, None if entry.token.memory is None else entry.token.memory.layout)
         if work.source.table is not entry.token.source or work.target.table is not entry.token.target:
@@ -163,26 +161,30 @@ class _Entry:
         self.n_misfits = 0  # plans that were dropped since the last replay
         self.latest = 0  # number of its latest step among those of the bucket
         self.plan: Plan | None = None
-        self.parameters: list[weakref.ref[Tensor]] | None = None  # on PyTorch's DDP, with memory
+        self._parameters: list[weakref.ref[Tensor]] | None = None  # on PyTorch's DDP, with memory
         self._guard: Callable[..., bool] | None = None  # whether they have the layouts of the plan
 
     def watch(self, parameters: Sequence[Tensor]) -> None:
         """Serve only these parameters in these layouts: in PyTorch's DDP, both may change."""
-        self.parameters, self._guard = list(map(weakref.ref, parameters)), layout_guard(parameters)
+        self._parameters, self._guard = list(map(weakref.ref, parameters)), layout_guard(parameters)
 
-    def has_parameters(self, parameters: Sequence[Tensor]) -> bool:
-        """Whether a bucket has the parameters and layouts of `watch`."""
-        assert self.parameters is not None and self._guard is not None
-        is_same = len(self.parameters) == len(parameters)
-        is_same = is_same and all(known() is each for known, each in zip(self.parameters, parameters, strict=True))
-        return is_same and self._guard(*parameters)
+    def _has_parameters_of(self, bucket: Bucket) -> bool:
+        """Whether a bucket has the parameters and layouts of `watch`; true without a call of that."""
+        if self._parameters is None or self._guard is None:
+            return True
+        known, parameters = self._parameters, bucket.parameters()
+        if len(known) != len(parameters) or any(own() is not each for own, each in zip(known, parameters, strict=True)):
+            return False
+        return self._guard(*parameters)
 
-    def stands(self, settings: HookSettings, executor: StreamExecutor) -> bool:
+    def stands(self, settings: HookSettings, executor: StreamExecutor, bucket: Bucket) -> bool:
         """Whether the plan is complete, and nothing has changed since it was recorded."""
         memory = self.token.memory
         if self.plan is None or not self.plan.is_complete or self.token.executor is not executor:
             return False
         if memory is not None and memory.is_retired:
+            return False
+        if not self._has_parameters_of(bucket):
             return False
         agreement = self._agreement
         return agreement is None or (

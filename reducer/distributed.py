@@ -7,7 +7,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
@@ -59,6 +59,22 @@ _DEFAULTS = {
 }
 # Names in `__init__` that work with every version of PyTorch.
 _OWN = {"module", "batched_grad_copy", "forward_sync_buffers", "lazy_bucket_allocation", "check_every"}
+
+
+def _arguments_for_pytorch(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that are not left at their default.
+
+    Older versions of PyTorch do not know all of them, and have other defaults where these are None.
+
+    Raises TypeError for an argument that this version of PyTorch does not know.
+    """
+    if unknown := [name for name, value in given.items() if name not in _OWN | _DEFAULTS.keys() and value]:
+        raise TypeError(
+            f"{', '.join(unknown)}: PyTorch {torch.__version__} has no such argument; leave it out, or install a "
+            "later version."
+        )
+    is_default = {name: value is None or value is _DEFAULTS.get(name, value) for name, value in given.items()}
+    return {name: value for name, value in given.items() if not is_default[name]}
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
@@ -158,18 +174,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         check_every: int | None = None,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
-        if unknown := [name for name, value in given.items() if name not in _OWN | _DEFAULTS.keys() and value]:
-            raise TypeError(
-                f"{', '.join(unknown)}: PyTorch {torch.__version__} has no such argument; leave it out, or install a "
-                "later version."
-            )
-        # Arguments left at their default are not passed on: older versions of PyTorch do not know all of them, and have
-        # other defaults where these are None.
-        passed_on = {
-            name: value
-            for name, value in given.items()
-            if value is not None and value is not _DEFAULTS.get(name, value)
-        }
+        passed_on = _arguments_for_pytorch(given)
         check_no_wrapper_inside(module)
         if mixed_precision is not None:
             arguments.check_mixed_precision(mixed_precision)

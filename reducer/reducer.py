@@ -575,16 +575,7 @@ class Reducer:
         self.n_reduced = len(backward.futures) - backward.futures.count(None)
         try:
             with profiler_range("gradwire::wait for buckets"), torch.no_grad():
-                connections.finish()
-                if self.drift is not None:  # before optimizers in the backward step
-                    self.drift.finish(self.exchange.process_group, connections.check_peers)
-                if backward.may_leave_out and not self.exchange.has_streams:  # on a GPU, the host would wait
-                    backward.used.check_passes()
-                for index, bucket in enumerate(self.buckets):
-                    if backward.futures[index] is not None:
-                        self._finish(index, bucket, scale)
-                if self._post_backward_futures:
-                    self.wait_for_post_backward_futures()
+                self._finish_buckets(scale)
         except BaseException as error:
             self._leave_after(error, "the end of the backward pass")
             raise
@@ -604,6 +595,19 @@ class Reducer:
         if self._upcast_stream is not None and self.skip_unused:  # PyTorch's hook does not see a skipped bucket
             torch_internals.restore_parameters(self.parameters)
         self._count_reduction()
+
+    def _finish_buckets(self, scale: float) -> None:
+        backward, connections = self._backward, self.exchange.connections
+        connections.finish()
+        if self.drift is not None:  # before optimizers in the backward step
+            self.drift.finish(self.exchange.process_group, connections.check_peers)
+        if backward.may_leave_out and not self.exchange.has_streams:  # on a GPU, the host would wait
+            backward.used.check_passes()
+        for index, bucket in enumerate(self.buckets):
+            if backward.futures[index] is not None:
+                self._finish(index, bucket, scale)
+        if self._post_backward_futures:
+            self.wait_for_post_backward_futures()
 
     def _finish(self, index: int, bucket: ReducerBucket, scale: float) -> None:
         backward, futures = self._backward, self._backward.futures

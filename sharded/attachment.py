@@ -238,11 +238,10 @@ def _sharded_attachment(
     replicated = [group for group in groups if group.replicas is not None]
     scattered = [group for group in groups if group.shards is not None]
     _check_groups(groups, hook is not None, scatter is not None)
-    check_patterns(scatter, [name for group in groups for name in group.parameters], "within")
+    check_patterns(scatter, _names_in(groups), "within")
     if isinstance(state, HookState):
-        names = [name for group in replicated for name in group.parameters]
-        state.names.check_names(names)
-        check_patterns(state.options, names)
+        state.names.check_names(_names_in(replicated))
+        check_patterns(state.options, _names_in(replicated))
     settings = {name: str(value) for name, value in option_values(scatter).items()}
     process_groups = [each for group in groups for each in group.process_groups()]
     exchange = ShardedExchange(process_groups, groups[0].device, {"hook": "attach", **settings})
@@ -255,7 +254,9 @@ def _sharded_attachment(
         report.append(f"{name}{line} between {replicas.size()} replicas")
     if scatter is not None:
         report.append(_attach_scatter(scattered, scatter, exchange))
-    plain = ["the reduce-scatter"] if scattered and scatter is None else []
+    plain = []
+    if scattered and scatter is None:
+        plain.append("the reduce-scatter")
     if replicated and hook is None:
         plain.append("the all-reduce between replicas")
     elif (left := len(replicated) - exchange.n_averages) > 0:
@@ -263,6 +264,10 @@ def _sharded_attachment(
     if plain:
         report.append(f"plain: {', '.join(plain)}")
     return Attachment(state, "; ".join(report), model, groups, exchange)
+
+
+def _names_in(groups: Sequence[ParameterGroup]) -> list[str]:
+    return [name for group in groups for name in group.parameters]
 
 
 def _name_from_environment(model: nn.Module) -> str:

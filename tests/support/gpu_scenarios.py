@@ -20,7 +20,8 @@ import gradwire
 from gradwire import collectives
 from gradwire.bench.host_double import DEVICE
 from gradwire.comm.torch_internals import queue_callback
-from gradwire.exchange import default_hooks, plans, powerSGD_hook, quantization_hooks
+from gradwire.exchange import plans
+from gradwire.hooks import default_hooks, powerSGD_hook, quantization_hooks
 from tests.support import happens_before, training
 from tests.support.happens_before import Stream
 from tests.support.training import WRAPPERS, Fault, Scaler, register

@@ -12,9 +12,10 @@ import torch.distributed as dist
 from gradwire.comm import store_collectives
 from gradwire.comm.connections import executor_for
 from gradwire.compress import DelayedScaling
-from gradwire.exchange import default_hooks, handshake
+from gradwire.exchange import handshake
 from gradwire.exchange.hook_state import HookState
 from gradwire.exchange.settings import settings_of
+from gradwire.hooks import default_hooks
 from gradwire.hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
 from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook

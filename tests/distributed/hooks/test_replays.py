@@ -14,8 +14,9 @@ import torch.distributed as dist
 from gradwire.comm.stream_executor import StreamExecutor
 from gradwire.comm.transport import GroupTransport
 from gradwire.compress import quantized_all_reduce
-from gradwire.exchange import default_hooks, hook_state, plans
+from gradwire.exchange import hook_state, plans
 from gradwire.exchange.hook_state import hook_for
+from gradwire.hooks import default_hooks
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook, quantization_perchannel_hook
 from tests.support.bits import assert_same_bits
