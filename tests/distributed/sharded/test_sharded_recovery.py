@@ -128,21 +128,25 @@ def test_law1_over_failed_and_repeated_steps(kind):
 @pytest.mark.parametrize(("kind", "reduction"), [("hsdp", "mean"), ("hsdp-both", "mean"), ("hsdp-within", "sum")])
 @on_ranks(4, limit=60)
 def test_law1_over_steps_that_fail_after_a_micro_batch_without_an_all_reduce(kind, reduction):
-    """The error memory of the reduce-scatter takes the sums of the first micro-batch.
-
-    FSDP2 forgets them, also in releases whose reset leaves them, or that have none.
-    """
+    """The error memory of the reduce-scatter takes the sums of the first micro-batch, which FSDP2 forgets."""
     last = exchanges_of(KINDS[kind][1]()) - 1
-    with mock.patch.object(FSDPModule, "reset_iter_state", lambda self: None, create=True):
-        at_begin, at_end = fail_and_repeat(kind, reduction, [(0, False), (last, False)], n_micro_batches=2)
+    at_begin, at_end = fail_and_repeat(kind, reduction, [(0, False), (last, False)], n_micro_batches=2)
     assert at_begin == ({(0, 0, 0)} if kind == "hsdp" else {(1, 0, 0)})
     assert at_end == {(1, 1, 1)}
 
 
-def fail_and_repeat(kind, reduction, points, n_micro_batches=1):
+@on_ranks(4, limit=60)
+def test_sums_of_a_micro_batch_that_fails_without_an_all_reduce_are_forgotten():
+    """FSDP2 forgets the sums, also in releases whose reset leaves them, or that have none."""
+    last = exchanges_of(KINDS["hsdp-within"][1]()) - 1
+    with mock.patch.object(FSDPModule, "reset_iter_state", lambda self: None, create=True):
+        assert fail_and_repeat("hsdp-within", "mean", [(last, False)], averages=False) == [{(1, 1)}]
+
+
+def fail_and_repeat(kind, reduction, points, n_micro_batches=1, averages=True):
     """Train with a failed step at each point, an exchange and whether it is done, and check that law 1 holds.
 
-    Only the last of two micro-batches of a failed step is averaged between replicas, and fails.
+    Only the last of the micro-batches of a failed step fails, and ``averages`` between replicas.
 
     Returns, for each point, which replicas' shards of the failed step are applied later: (0, 1) is the second's only.
     Sums of an earlier micro-batch come first: (1, 0, 0) are these only.
@@ -175,10 +179,12 @@ def fail_and_repeat(kind, reduction, points, n_micro_batches=1):
         for micro_batch in range(8, 7 + n_micro_batches):
             model.set_requires_all_reduce(False)
             assert error_of(backward, model, micro_batch) is None
-            model.set_requires_all_reduce(True)
             assert all(group.holds_partial_sums() for group in attachment._groups)
+        model.set_requires_all_reduce(averages)
         with failing(number, is_done):
             assert "on one rank" in message_of(backward, model, 9)
+        assert averages or all(group.holds_partial_sums() for group in attachment._groups)
+        model.set_requires_all_reduce(True)
         attachment.resynchronize()
         assert not any(group.holds_partial_sums() for group in attachment._groups)
         step(9)
