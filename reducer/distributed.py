@@ -317,6 +317,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         """
         parameters = _replicated(self.module, self.parameters_to_ignore, set(self._delay_all_reduce_params))
         resynchronize(self.reducer, parameters, self._buffers_in_use(), from_rank, self.broadcast_bucket_size)
+        # The latest forward may have ended on some ranks only: all synchronize buffers in the next one.
+        self.require_forward_param_sync = True
 
     # The private methods of PyTorch's class that behave differently with gradwire's reducer.
 

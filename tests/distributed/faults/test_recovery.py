@@ -110,6 +110,26 @@ def test_loss_that_raises_on_one_rank_raises_on_all_despite_buffers(hook, failin
     assert "resynchronize()" in text
 
 
+@pytest.mark.parametrize("check_every", [None, 1])
+@on_ranks(2, limit=60)
+def test_resynchronized_ranks_synchronize_buffers_alike(check_every):
+    # A forward under no_sync switches the next synchronization off. The forward of one rank that raises leaves it so.
+    torch.manual_seed(0)
+    ddp, generator = wrapped(model=Normalized(), group=dist.new_group(), check_every=check_every), own_batches()
+    train_steps(ddp, 1, generator)
+    with ddp.no_sync():
+        train_steps(ddp, 1, generator)
+    with ExitStack() as stack:
+        if dist.get_rank() == 1:
+            stack.callback(ddp.module.layers[2].register_forward_pre_hook(raise_fault).remove)
+        assert error_of(train_steps, ddp, 1, generator) is not None
+    ddp.resynchronize()
+    seen = []
+    ddp.module.layers[1].register_forward_pre_hook(lambda *_: seen.append([b.clone() for b in ddp.module.buffers()]))
+    assert error_of(train_steps, ddp, 3, generator) is None
+    assert_same_on_all_ranks(from_all_ranks(seen))
+
+
 # --- resynchronization
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from gradwire.comm import transport
 from gradwire.comm.connections import executor_for
 from gradwire.comm.nodes import local_size
 from gradwire.hooks.default_hooks import CastState, bf16_compress_hook
@@ -17,7 +18,7 @@ from gradwire.testing import check_laws
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
 from tests.support.ranks import from_all_ranks, on_ranks
 from tests.support.states import Ledger, Training
-from tests.support.training import SMALL, WRAPPERS, build, own_batches, register, train_steps
+from tests.support.training import SMALL, WRAPPERS, build, gradients, own_batches, register, train_steps
 
 CPU = torch.device("cpu")
 wrappers = pytest.mark.parametrize("wrapper", WRAPPERS)
@@ -109,6 +110,26 @@ def test_nothing_is_lost_when_the_number_of_ranks_on_a_node_changes(wrapper):
         assert all(error.any() for name, error in state.state_dict()["errors"].items() if name.endswith("weight"))
 
 
+@pytest.mark.parametrize("pieces", [2, 3])
+@on_ranks(4)
+def test_nothing_is_lost_in_messages_between_nodes_that_are_cut_into_pieces(pieces):
+    """A block is quantized at another rank than in a whole message, and adds the errors of its mean there."""
+    state, local, generator = state_of(exempt=(), wires={"*.bias": "int8"}), build("mlp"), own_batches()
+    ledger = Ledger(local)
+    with mock.patch.object(transport, "pieces_on_gloo", lambda *_: pieces):
+        ddp = WRAPPERS["gradwire"](build("mlp"), process_group=dist.new_group(backend="gloo"), bucket_cap_mb=100)
+        register(ddp, (state, quantization_hook))
+        for _ in range(4):
+            ledger.step(ddp, local, local.batch(generator))
+            assert_same_on_all_ranks(from_all_ranks(gradients(ddp)))
+    ((_, bucket),) = state.memory._made()
+    assert bucket.shard.message_layout.pieces == pieces
+    assert copy.deepcopy(ledger).close(state) == []
+    # As far from the mean gradients as whole messages: the errors are those of rounding.
+    errors = state.state_dict()["errors"]
+    assert all(error.abs().max() < 0.2 * ledger.size[name].max() for name, error in errors.items())
+
+
 @on_ranks(4)
 def test_checkpoint_of_nodes_resumes_without_nodes_and_on_others():
     sizes = (2, 1, 4, 2)
@@ -138,10 +159,10 @@ def test_rank_on_a_node_sends_its_shard_to_other_nodes():
             (state, quantization_hook), group=dist.new_group(backend="gloo"), model="transformer", bucket_cap_mb=25
         )
         training.run(2)
-        transport = executor_for(state.process_group, CPU).transport
-        before = transport.payload_bytes
+        used = executor_for(state.process_group, CPU).transport
+        before = used.payload_bytes
         training.run(1)
-        sent[size] = transport.payload_bytes - before
+        sent[size] = used.payload_bytes - before
         errors[size] = state.error_memory_bytes
     # Up to the blocks that a last cell lacks.
     assert sent[2] == pytest.approx(sent[1] / 2, rel=0.05)

@@ -15,10 +15,11 @@ from gradwire.comm.stream_executor import StreamExecutor
 from gradwire.comm.transport import GroupTransport
 from gradwire.compress import quantized_all_reduce
 from gradwire.exchange import hook_state, plans
-from gradwire.exchange.hook_state import hook_for
+from gradwire.exchange.hook_state import HookState, hook_for
 from gradwire.hooks import default_hooks
 from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook, quantization_perchannel_hook
+from gradwire.hooks.scaled_cast_hooks import ScaledCastState, scaled_cast_hook
 from tests.support.bits import assert_same_bits
 from tests.support.harness import INTERPRETER, World
 from tests.support.ranks import on_ranks
@@ -50,6 +51,10 @@ def powersgd(**options):
     return lambda group: (PowerSGDState(group, 4, 2, min_compression_rate=1, **options), powerSGD_hook)
 
 
+def scaled_cast(group):
+    return ScaledCastState(group), scaled_cast_hook
+
+
 def cast(state=None, hook="fp16_compress_hook"):
     return lambda group: (group if state is None else state(group), getattr(default_hooks, hook))
 
@@ -59,6 +64,8 @@ class Run:
 
     Attributes:
         gradients: gradients after each step.
+        counts: number of steps, and of elements before and after PowerSGD, after each step.
+        metrics: those of each measured step, without times.
         replays: number of replayed buckets in each step.
     """
 
@@ -76,7 +83,7 @@ class Run:
         self.ddp = WRAPPERS[wrapper](Probe(*shapes), process_group=self.group, bucket_cap_mb=cap, **options)
         self.state = None if make is None else register(self.ddp, make(self.group))
         self._generator = torch.Generator().manual_seed(dist.get_rank())
-        self._kept, self.gradients, self.replays = [], [], []
+        self._kept, self.gradients, self.replays, self.counts, self.metrics = [], [], [], [], []
 
     def patch(self, owner, name, value):
         self._stack.enter_context(mock.patch.object(owner, name, value))
@@ -98,12 +105,26 @@ class Run:
         grads = [parameter.grad for parameter in self.ddp.parameters()]
         self._kept.append(grads)  # the next ones get other addresses
         self.gradients.append([None if grad is None else grad.clone() for grad in grads])
+        if isinstance(self.state, HookState):
+            stats = self.state.compression_stats() if isinstance(self.state, PowerSGDState) else ()
+            self.counts.append((self.state.iter, *stats))
+
+    def note_metrics(self, metrics):
+        """The report of telemetry."""
+        self.metrics.append({name: value for name, value in metrics.items() if not name.endswith("_ms")})
 
     def end(self):
         """All that must be equal with and without replays."""
         memory = getattr(self.state, "memory", None)
         tensors = {entry: memory.tensors(entry) for entry in memory.declared} if memory else {}
-        outcome = self.gradients, {e: {k: t.clone() for k, t in each.items()} for e, each in tensors.items()}
+        own = {e: {k: t.clone() for k, t in each.items()} for e, each in tensors.items()}
+        saved = {}
+        if isinstance(self.state, HookState):
+            saved = self.state.state_dict()
+            if self.state._check is not None:
+                self.note_metrics(self.state._check.latest)
+            self.state.stop_observing()
+        outcome = self.gradients, own, saved, self.counts, self.metrics
         self._stack.close()
         dist.destroy_process_group(self.group)
         return outcome
@@ -119,6 +140,7 @@ BITS = {
     "PowerSGD, alternating": powersgd(alternating=True),
     "PowerSGD, int8 factors": powersgd(factor_wire="int8"),
     "PowerSGD, no error feedback": powersgd(use_error_feedback=False),
+    "scaled fp16": scaled_cast,
 }
 DDPS = {
     "gradwire": {},
@@ -128,9 +150,13 @@ DDPS = {
     "pytorch": {"wrapper": "pytorch"},
     "pytorch, views": {"wrapper": "pytorch", "gradient_as_bucket_view": True},
 }
-ON_ALL = ("fp16", "int4, mixed formats")  # the others on gradwire's DDP and, slowly, on PyTorch's
+ON_ALL = ("fp16", "int4, mixed formats")  # the others on gradwire's DDP and, some of them slowly, on PyTorch's
+QUICK = [("int4, bf16 errors", "pytorch"), ("PowerSGD, alternating", "pytorch")]
+NEVER_REPLAYED = ("scaled fp16",)  # the host reads its counters
 CASES = [
-    pytest.param(hook, ddp, marks=[pytest.mark.slow] * (hook not in ON_ALL and ddp != "gradwire"))
+    pytest.param(
+        hook, ddp, marks=[pytest.mark.slow] * (hook not in ON_ALL and ddp != "gradwire" and (hook, ddp) not in QUICK)
+    )
     for hook in BITS
     for ddp in DDPS
     if (hook in ON_ALL or "," not in ddp) and not (hook == "no hook" and "pytorch" in ddp)
@@ -146,7 +172,7 @@ def test_replays_give_the_bits_of_full_steps(hook, ddp):
         run = Run(BITS[hook], replays, cap=TWO_BUCKETS, **DDPS[ddp])
         for step in range(steps):
             run.step(is_nan=step == steps - 2)
-        assert run.replays[-3:] == [2 * replays] * 3, run.replays
+        assert run.replays[-3:] == [2 * (replays and hook not in NEVER_REPLAYED)] * 3, run.replays
         outcomes.append(run.end())
     assert_same_bits(*outcomes)
 
@@ -186,8 +212,21 @@ def assign_group(run):
     run.state.process_group = dist.new_group(backend=register_backend())
 
 
+def set_start(number):
+    """From the next step on, compressed steps begin with that number."""
+
+    def assign(run):
+        run.state.options = replace(run.state.options, start_iter=number)
+
+    return assign
+
+
 def observe(run):
-    run.state.observe(every=1)
+    run.state.observe(every=1, exact_every=1, report=run.note_metrics)
+
+
+def stop_observing(run):
+    run.state.stop_observing()
 
 
 def check_sixth_step(run):
@@ -300,18 +339,24 @@ def nothing(run):
     pass
 
 
-# The hook, what happens before each of the steps from the fifth on, the replays in them, and options of `Run`.
+# The hook, what happens before each of the steps after the `first_steps` (default: 4), the replays in them, and options
+# of `Run`.
 STATE = cast(default_hooks.CastState)
 BF16 = int4(error_dtype=torch.bfloat16)
+ALTERNATING = powersgd(alternating=True)
 SKIPS = {"cap": TWO_BUCKETS, "find_unused_parameters": True, "skip_all_reduce_unused_params": True}
 TWO_GROUPS = [switch_group, switch_group, nothing, nothing, switch_group]
+TWO_ON_PYTORCHS = {"wrapper": "pytorch", "cap": TWO_BUCKETS}
+OBSERVED = [observe, stop_observing, nothing, nothing, observe]
 CHANGES = {
     "option": (int4(), [assign_option], [0, 0, 1], {}),
     "dictionary in place": (int4(wires={"weights.1": "int8"}), [modify_dictionary], [0, 0, 1], {}),
     "step number": (BF16, [set_step], [0, 0, 1], {}),
     "checkpoint": (int4(), [load, load], [1, 0, 0, 1], {}),
     "process group": (int4(), [assign_group], [0, 0, 1], {"wrapper": "pytorch"}),
-    "telemetry": (STATE, [observe, lambda run: run.state.stop_observing()], [0, 0, 0, 1], {}),
+    "first compressed step, changed": (BF16, [set_start(6)], [0, 0, 0, 0, 1], {}),
+    "telemetry": (STATE, [observe, stop_observing], [0, 0, 0, 1], {}),
+    "telemetry of a state": (powersgd(), OBSERVED, [0, 0, 0, 2, 0], TWO_ON_PYTORCHS | {"first_steps": 6}),
     "check of errors": (int4(), [check_sixth_step], [1, 0, 1, 1], {}),
     "scaler": (int4(), [follow_scaler] * 3, [1, 1, 1], {}),
     "first compressed step": (int4(start_iter=4), [], [0, 0, 1], {}),
@@ -330,8 +375,17 @@ CHANGES = {
     "dropped memory": (int4(), [drop_memory], [0, 0, 1], {}),
     "failure": (int4(), [fail_in(3)], [0, 0, 0, 2], {"cap": TWO_BUCKETS}),
     "failure without a hook": (None, [fail_in(2)], [0, 0, 0, 2], {"cap": TWO_BUCKETS}),
+    "step number, two buckets": (BF16, [set_step], [0, 0, 2], TWO_ON_PYTORCHS),
     "skipped bucket": (STATE, [nothing], [0, 2, 2, 2], SKIPS),
+    "skipped bucket, bf16 errors": (BF16, [nothing], [0, 2, 2, 2], SKIPS),
+    "skipped bucket, alternating": (ALTERNATING, [nothing], [0, 2, 2, 2], SKIPS | {"first_steps": 8}),
+    "skipped last bucket": (STATE, [nothing], [1, 2, 2, 2], SKIPS),
+    "skipped last bucket, bf16 errors": (BF16, [nothing], [1, 2, 2, 2], SKIPS),
+    "skipped last bucket, alternating": (ALTERNATING, [nothing], [1, 2, 2, 2], SKIPS | {"first_steps": 8}),
 }
+
+# The parameters without gradients in the step after the first ones.
+SKIPPED = {"skipped bucket": (1, 2), "skipped last bucket": (0,)}
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -339,19 +393,19 @@ CHANGES = {
 def test_change_between_two_steps_has_the_effect_that_it_has_without_replays(change):
     hook, actions, expected, options = CHANGES[change]
     options = dict(options)
-    before = options.pop("replays_before", None)
+    before, first_steps = options.pop("replays_before", None), options.pop("first_steps", 4)
     outcomes = []
     for replays in (False, True):
         run = Run(hook, replays, **options)
-        for _ in range(4):
+        for _ in range(first_steps):
             run.step()
-        n_buckets = len(run.ddp.reducer.buckets) if "wrapper" not in options else 1
+        n_buckets = 1 if options.get("cap", ONE_BUCKET) == ONE_BUCKET else 2
         assert run.replays[-1] == replays * (n_buckets if before is None else before)
         for step in range(len(expected)):
             for action in actions[step : step + 1]:
                 action(run)
-            run.step(unused=(1, 2) if change == "skipped bucket" and step == 0 else ())
-        assert run.replays[4:] == [n * replays for n in expected], run.replays[4:]
+            run.step(unused=(SKIPPED if step == 0 else {}).get(change.partition(",")[0], ()))
+        assert run.replays[first_steps:] == [n * replays for n in expected], run.replays[first_steps:]
         outcomes.append(run.end())
     assert_same_bits(*outcomes)
 

@@ -16,6 +16,7 @@ from tests.support.training import (
     HOOKS,
     WRAPPERS,
     Scaler,
+    build,
     error_of,
     gradients,
     own_batches,
@@ -119,6 +120,29 @@ def test_errors_of_earlier_buckets_are_rescaled(hook):
     ddp.resynchronize()
     scaler.scale = 256.0
     assert_same_bits(saved_errors(state), expected)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@on_ranks(2)
+def test_errors_of_a_frozen_layer_are_rescaled_while_the_bucket_of_the_others_lives(wrapper):
+    def trained(scales):
+        module, scaler, generator, seen = build("mlp"), Scaler(), own_batches(), []
+        state, hook = HOOKS["int4"](None)
+        for number, scale in enumerate(scales):
+            scaler.scale = scale
+            if number == 0:
+                state.follow_scaler(scaler)
+            if number in (0, 4, 6):  # the layer is frozen, then trained again
+                module.layers[0].requires_grad_(number != 4)
+                ddp = WRAPPERS[wrapper](module, bucket_cap_mb=100)
+                register(ddp, (state, hook))
+            scaled_step(ddp, scaler, generator)
+            seen.append({name: g / scale for name, g in gradients(ddp).items() if g is not None})
+        return seen
+
+    # The scale changes one step after the layer was frozen.
+    seen, expected = trained([1024.0] * 5 + [256.0] * 3), trained([1024.0] * 8)
+    assert_same_bits(seen, expected)
 
 
 @on_ranks(2)

@@ -122,6 +122,16 @@ def test_ranks_compare_in_the_same_step_after_one_has_counted_more():
     train_steps(ddp, 5, generator)
 
 
+@on_ranks(2)
+def test_buffers_noted_before_a_restart_are_not_compared():
+    ddp, generator = wrapped(check_every=1), own_batches()
+    train_steps(ddp, 1, generator)
+    if dist.get_rank() == 0:  # as if only this rank had begun the failed step, with a buffer that is gone
+        ddp.reducer.drift.after_broadcast({"buffer": torch.ones(3)})
+    ddp.resynchronize()
+    train_steps(ddp, 2, generator)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_checksum_depends_on_every_part_of_a_large_tensor(dtype):
     tensor = torch.ones(3 * WORDS_AT_ONCE * 8 // dtype.itemsize + 8 // dtype.itemsize + 1, dtype=dtype)  # 12 MiB

@@ -16,7 +16,7 @@ from gradwire.hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from gradwire.hooks.quantization_hooks import QuantizationState, quantization_hook
 from tests.support.bits import assert_same_bits, assert_same_on_all_ranks
 from tests.support.ranks import from_all_ranks, on_ranks
-from tests.support.training import error_of, logged, message_of, train_steps, wrapped
+from tests.support.training import WRAPPERS, error_of, logged, message_of, train_steps, wrapped
 
 
 def environment(value):
@@ -53,11 +53,17 @@ def test_model_trains_as_if_the_script_had_attached_the_hook(name):
 
 @on_ranks(2)
 def test_nothing_is_compressed_with_none_or_an_empty_value():
+    by_name.log_name_from_environment.cache_clear()
     plain = train_steps(wrapped(), 3)
-    for value in ("none", "", " "):
-        ddp, shown = wrapped_in(value)
-        assert not ddp._comm_hooks and shown == []
-        assert_same_bits(train_steps(ddp, 3), plain)
+    with logged() as records:
+        for value in ("none", "", " "):
+            ddp, shown = wrapped_in(value)
+            assert not ddp._comm_hooks and shown == []
+            assert_same_bits(train_steps(ddp, 3), plain)
+        with environment("none"):
+            for wrapper in WRAPPERS:
+                assert gradwire.attach(wrapped(wrapper)).report == "nothing is compressed"
+    assert [each.getMessage() for each in records if by_name.VARIABLE in each.getMessage()] == []
 
 
 # What the script does by itself, and the words of the warning.
@@ -108,8 +114,6 @@ def test_attach_without_a_name_takes_the_hook_of_the_environment():
         assert ddp._comm_hooks == [(quantization_hook, attachment.state)]
         assert repr(attachment.state) == repr(QuantizationState(wire="int4"))
         assert attachment.report == f"int4: quantization_hook compresses the all-reduce of {type(ddp).__name__}"
-    with environment("none"):
-        assert gradwire.attach(wrapped("pytorch")).report == "nothing is compressed"
     with environment(None):
         kind, text = error_of(gradwire.attach, wrapped("pytorch"))
         assert kind == "TypeError" and "the environment variable GRADWIRE_HOOK names no hook" in text
