@@ -144,7 +144,7 @@ def flatten_case(shapes: Sequence[Shape], device: torch.device, dtype: torch.dty
         f"flatten to {str(dtype).removeprefix('torch.')}",
         copy_bytes(table.numel, FP32, dtype),
         [wire],
-        lambda wire: table.kernels.flatten(gradients, table, wire, scale),
+        lambda wire: kernels.flatten_kernels(table).flatten(gradients, table, wire, scale),
         lambda wire: kernels.flatten_reference(gradients, table, wire, scale),
         {
             "DDP and hook of PyTorch": ddp_and_hook,
@@ -173,7 +173,7 @@ def unflatten_case(shapes: Sequence[Shape], device: torch.device) -> KernelCase:
         "unflatten from float16",
         copy_bytes(table.numel, FP16, FP32),
         gradients,
-        lambda *_: table.kernels.unflatten(wire, gradients, table),
+        lambda *_: kernels.flatten_kernels(table).unflatten(wire, gradients, table),
         lambda *targets: copies(wire, *targets),
         {
             "DDP and hook of PyTorch": hook_and_ddp,
@@ -201,7 +201,7 @@ def scaled_flatten_case(shapes: Sequence[Shape], device: torch.device) -> Kernel
         "scaled cast to float16",
         copy_bytes(table.numel, FP32, FP16),
         [wire, counters],
-        lambda wire, counters: table.kernels.flatten(gradients, table, wire, scale, limit, counters),
+        lambda wire, counters: kernels.flatten_kernels(table).flatten(gradients, table, wire, scale, limit, counters),
         lambda wire, counters: kernels.flatten_reference(gradients, table, wire, scale, limit, counters),
         {EAGER: eager},
     )
@@ -222,7 +222,7 @@ def scaled_unflatten_case(shapes: Sequence[Shape], device: torch.device) -> Kern
         "scaled cast from float16",
         copy_bytes(table.numel, FP16, FP32),
         [*gradients, absmax],
-        lambda *_: table.kernels.unflatten(wire, gradients, table, scale, absmax),
+        lambda *_: kernels.flatten_kernels(table).unflatten(wire, gradients, table, scale, absmax),
         lambda *targets: kernels.unflatten_reference(wire, targets[:-1], table, scale, targets[-1]),
         {EAGER: eager},
     )

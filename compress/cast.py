@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gradwire.comm.transport import Transport
 from gradwire.compress.step import Step, repeatable
+from gradwire.kernels import flatten_kernels
 
 
 @repeatable
@@ -32,10 +33,11 @@ async def cast_all_reduce(step: Step, dtype: torch.dtype | None = None, divisor:
         wire = flat
     else:
         (wire,) = step.workspace.wires((source.table.numel, dtype))
-    source.table.kernels.flatten(source.tensors, source.table, wire, 1 / (divisor or step.transport.world_size))
+    scale = 1 / (divisor or step.transport.world_size)
+    flatten_kernels(source.table).flatten(source.tensors, source.table, wire, scale)
     await step.transport.all_reduce(wire)
     if wire is not flat:
-        target.table.kernels.unflatten(wire, target.tensors, target.table, 1.0, None)
+        flatten_kernels(target.table).unflatten(wire, target.tensors, target.table, 1.0, None)
 
 
 async def sparse_all_reduce(gradient: Tensor, transport: Transport, divisor: int) -> Tensor:

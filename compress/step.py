@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gradwire.comm.executor import Workspace
 from gradwire.comm.transport import Transport
-from gradwire.kernels import SegmentTable, as_real, is_capturing
+from gradwire.kernels import SegmentTable, as_real, flatten_kernels, is_capturing
 
 
 class Gradients(NamedTuple):
@@ -48,13 +48,13 @@ class Gradients(NamedTuple):
     ) -> Tensor:
         """Gather all gradients in ``wire``; see `gradwire.kernels.flatten_reference`."""
         self.table.check_wire(wire)
-        self.table.kernels.flatten(self.tensors, self.table, wire, scale, limit, counters)
+        flatten_kernels(self.table).flatten(self.tensors, self.table, wire, scale, limit, counters)
         return wire
 
     def unflatten(self, wire: Tensor, *, scale: float | Tensor = 1.0, absmax: Tensor | None = None) -> None:
         """Scatter ``wire`` to all gradients; see `gradwire.kernels.unflatten_reference`."""
         self.table.check_wire(wire)
-        self.table.kernels.unflatten(wire, self.tensors, self.table, scale, absmax)
+        flatten_kernels(self.table).unflatten(wire, self.tensors, self.table, scale, absmax)
 
 
 Marked = TypeVar("Marked", bound=Callable[..., Any])

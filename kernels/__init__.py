@@ -16,7 +16,7 @@ A family is a file ``NAME``, with its references in plain PyTorch and the CPU pa
 paths of `quantize` are in `quantize_cpu`; `common_triton` has the device functions of several families.
 
 The references specify the operations: formulas, and arguments with shapes, dtypes and what is modified. A bucket binds
-the implementations for its device once, by ``bound_*`` or `SegmentTable.kernels`: Triton kernels, CPU paths or
+the implementations for its device once, by ``bound_*`` or `flatten_kernels`: Triton kernels, CPU paths or
 references. Bound functions take the arguments of the references, and check nothing: layouts are checked where they are
 made.
 """
@@ -32,7 +32,7 @@ from gradwire.kernels.block_table import (
 from gradwire.kernels.counter_random import random_key, uniform
 from gradwire.kernels.delayed_scaling import MAX_EXPONENT, bound_update_scale, update_scale_reference
 from gradwire.kernels.dispatch import use_triton
-from gradwire.kernels.flatten import flatten_reference, unflatten_reference
+from gradwire.kernels.flatten import flatten_kernels, flatten_reference, unflatten_reference
 from gradwire.kernels.launch import Recording, is_recording
 from gradwire.kernels.layouts import (
     WIRE_DTYPES,

@@ -208,8 +208,15 @@ class FlattenKernels(NamedTuple):
     unflatten: Callable[..., None]
 
 
-def bound_flatten(device: torch.device) -> FlattenKernels:
-    """The operations for tensors of ``device``; a table keeps them as `SegmentTable.kernels`."""
+def flatten_kernels(table: SegmentTable) -> FlattenKernels:
+    """The operations for tensors of a table, chosen at its first use."""
+    if table.kernels is None:
+        table.kernels = _bound(table.device)
+    bound: FlattenKernels = table.kernels
+    return bound
+
+
+def _bound(device: torch.device) -> FlattenKernels:
     if use_triton(device):
         launchers: Any = import_module("gradwire.kernels.flatten_triton")
         return FlattenKernels(launchers.flatten_triton, launchers.unflatten_triton)

@@ -43,6 +43,7 @@ from torch import Tensor
 
 from gradwire.kernels.counter_random import uniform
 from gradwire.kernels.dispatch import use_triton
+from gradwire.kernels.flatten import flatten_kernels
 from gradwire.kernels.matrix_table import FactorLayout, MatrixTable, Operands, OwnFactor
 from gradwire.kernels.orthogonalize import bound_orthogonalize
 
@@ -142,7 +143,7 @@ def _prepare_wire(operands: Operands, layout: FactorLayout, factors: Tensor, sca
     if layout.has_gaps:
         factors.zero_()
     if others is not None and others.sent_with is layout:
-        others.table.kernels.flatten(others.source, others.table, others.wire, scale)
+        flatten_kernels(others.table).flatten(others.source, others.table, others.wire, scale)
 
 
 def _renew_and_unflatten(operands: Operands, p: Tensor, q: Tensor, finite: Tensor, renew: Callable[..., None]) -> None:
@@ -156,7 +157,7 @@ def _renew_and_unflatten(operands: Operands, p: Tensor, q: Tensor, finite: Tenso
         wire = p if renewal.layout is table.p else q
         renew(wire, renewal.layout, table.keys, renewal.step, renewal.following, finite)
     if others is not None:
-        others.table.kernels.unflatten(others.wire, others.target, others.target_table, 1.0, None)
+        flatten_kernels(others.table).unflatten(others.wire, others.target, others.target_table, 1.0, None)
 
 
 def _compensated(operands: Operands, index: int) -> Tensor:

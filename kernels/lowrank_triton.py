@@ -27,6 +27,7 @@ from torch import Tensor
 
 from gradwire.kernels.common_triton import kernel, load_fields, triton_dtype, uniform_triton
 from gradwire.kernels.dispatch import has_tf32
+from gradwire.kernels.flatten import flatten_kernels
 from gradwire.kernels.flatten_triton import move_chunk
 from gradwire.kernels.matrix_table import (
     ELEMENTWISE_RANK,
@@ -728,7 +729,7 @@ def reconstruct_triton(operands: Operands, p: Tensor, q: Tensor, finite: Tensor)
                 factors, table.keys, renewal, finite, advances=True, others=unpacking, own=operands.own
             )
         elif others is not None:
-            others.table.kernels.unflatten(others.wire, others.target, others.target_table, 1.0, None)
+            flatten_kernels(others.table).unflatten(others.wire, others.target, others.target_table, 1.0, None)
         width = 1 if is_elementwise else table.padded_rank
         own = operands.own
         side = None if own is None else "p" if own.layout is table.p else "q"

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import copy
 from functools import cached_property
-from importlib import import_module
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
@@ -74,6 +73,7 @@ class SegmentTable:
         compute: dtype of the arithmetic of `flatten`.
         runs: element ranges that the CPU paths process at once, in wire order.
         n_chunks: number of programs of a kernel.
+        kernels: the operations on its device, which `gradwire.kernels.flatten_kernels` chooses.
         scratch: memory of the CPU paths in one dtype, run by run, which `gradwire.kernels.flatten` makes.
 
     Raises:
@@ -116,16 +116,11 @@ class SegmentTable:
         self._guard: Callable[..., bool] | None = None  # `layout_guard` of the first list that was checked
         self._packed: Upload | None = None
         self._views: tuple[int, torch.dtype, list[Tensor]] | None = None  # address and dtype of the wire, its views
+        self.kernels: Any = None
         self.scratch: tuple[torch.dtype | None, list[tuple[Run, Tensor, list[Tensor]]]] = (None, [])
 
     def __len__(self) -> int:
         return len(self.lengths)
-
-    @cached_property
-    def kernels(self) -> Any:
-        """The `FlattenKernels` of the table's device, chosen at the first use."""
-        flatten: Any = import_module("gradwire.kernels.flatten")  # by name, like the Triton files: it imports this one
-        return flatten.bound_flatten(self.device)
 
     def check_wire(self, wire: Tensor) -> None:
         """Raise ValueError unless ``wire`` fits the table, and has a wire dtype."""

@@ -22,7 +22,7 @@ from gradwire.exchange.names import plain_name
 from gradwire.exchange.plans import Plans
 from gradwire.exchange.reduction import reduce_bucket
 from gradwire.exchange.settings import settings_of
-from gradwire.kernels import SegmentTable, gradient_layout, layout_guard
+from gradwire.kernels import SegmentTable, flatten_kernels, gradient_layout, layout_guard
 from gradwire.reducer import errors, torch_internals
 from gradwire.reducer.exchange import Exchange
 
@@ -185,7 +185,7 @@ class DenseBucket(BucketBase):
         buffer = self.empty_buffer()
         if not self._is_flat:
             if not self._gather_in_buffer():
-                self._table.kernels.flatten(self._grads, self._table, buffer)
+                flatten_kernels(self._table).flatten(self._grads, self._table, buffer)
             self._is_flat, self.zero_copy = True, False
         return buffer
 
@@ -240,7 +240,7 @@ class DenseBucket(BucketBase):
         """
         buffer = self.empty_buffer()
         if not self.as_view or len(self._outside) == len(self._grads):
-            self._table.kernels.flatten(self._grads, self._table, buffer, 1 / self.divisor)
+            flatten_kernels(self._table).flatten(self._grads, self._table, buffer, 1 / self.divisor)
             return buffer
         if not self._outside and not self._table.is_complex:
             return buffer.div_(self.divisor)

@@ -84,10 +84,10 @@ def flattening(source: torch.dtype, layout: str, device: torch.device) -> None:
         for scale, limit, counted in ((0.5, torch.inf, False), (3.0, 1.0, True), (on_device, torch.inf, True)):
             what = f"{name_of(wire_dtype)}, scale {float(scale):.3g}, limit {limit}"
             flatten = partial(flattened, wire_dtype, scale, limit, counted)
-            same_twice(flatten, table.kernels.flatten, kernels.flatten_reference, f"flatten to {what}")
+            same_twice(flatten, kernels.flatten_kernels(table).flatten, kernels.flatten_reference, f"flatten to {what}")
             wire = flatten(kernels.flatten_reference)[0].clone()  # aligned
             unflatten = partial(unflattened, wire, scale, counted)
-            ours, reference = table.kernels.unflatten, kernels.unflatten_reference
+            ours, reference = kernels.flatten_kernels(table).unflatten, kernels.unflatten_reference
             same_twice(unflatten, ours, reference, f"unflatten from {what}")
 
 
@@ -325,10 +325,10 @@ def flattening_beyond_int32(device: torch.device) -> None:
             part.normal_()
     table = kernels.SegmentTable(tensors)
     wire = torch.full((table.numel,), torch.nan, dtype=torch.bfloat16, device=device)
-    table.kernels.flatten(tensors, table, wire, 0.5)
+    kernels.flatten_kernels(table).flatten(tensors, table, wire, 0.5)
     results = [torch.full_like(tensor, torch.nan) for tensor in tensors]
     absmax = torch.zeros(1, device=device)
-    table.kernels.unflatten(wire, results, table, 2.0, absmax)
+    kernels.flatten_kernels(table).unflatten(wire, results, table, 2.0, absmax)
     largest = torch.zeros((), device=device)
     for i, (tensor, segment) in enumerate(zip(tensors, table.views(wire), strict=True)):
         parts = zip(tensor.split(step), segment.split(step), results[i].split(step), strict=True)

@@ -57,11 +57,11 @@ WITHOUT_TRITON = """
 import sys
 sys.modules["triton"] = None  # importing it raises ModuleNotFoundError
 import torch
-from gradwire.kernels import SegmentTable
+from gradwire.kernels import SegmentTable, flatten_kernels
 source, out, gradient = torch.tensor([1.0, 7e4]), torch.empty(2, dtype=torch.float16), torch.empty(2)
 table = SegmentTable([source])
-table.kernels.flatten([source], table, out, scale=0.5)
-table.kernels.unflatten(out, [gradient], table, scale=2.0)
+flatten_kernels(table).flatten([source], table, out, scale=0.5)
+flatten_kernels(table).unflatten(out, [gradient], table, scale=2.0)
 assert gradient.tolist() == [1.0, 70016.0], gradient
 """
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gradwire.kernels import Recording, SegmentTable
+from gradwire.kernels import Recording, SegmentTable, flatten_kernels
 from gradwire.kernels.launch import bound, is_recording, needs_repetition
 from tests.kernels.support.empty_driver import empty_gpu
 
@@ -56,11 +56,11 @@ def test_recorded_launch_is_the_launch_with_addresses_as_numbers():
     tensors = [torch.empty(100) for _ in range(3)]
     table, wire = SegmentTable(tensors), torch.empty(300, dtype=torch.bfloat16)
     with empty_gpu() as driver:
-        table.kernels.flatten(tensors, table, wire)  # uploads the addresses
+        flatten_kernels(table).flatten(tensors, table, wire)  # uploads the addresses
         driver.launches.clear()
         with Recording(stream=9) as recording:
             assert is_recording()
-            table.kernels.flatten(tensors, table, wire)
+            flatten_kernels(table).flatten(tensors, table, wire)
         (call,) = recording.calls
         call()
     (launched, replayed), addresses = driver.launches, [each.data_ptr() for each in recording.kept]

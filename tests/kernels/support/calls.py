@@ -5,13 +5,13 @@ from gradwire import kernels
 
 def flatten(tensors, out, *, table=None, **options):
     table = table or kernels.SegmentTable(tensors)
-    table.kernels.flatten(tensors, table, out, **options)
+    kernels.flatten_kernels(table).flatten(tensors, table, out, **options)
     return out
 
 
 def unflatten(wire, tensors, *, table=None, **options):
     table = table or kernels.SegmentTable(tensors)
-    table.kernels.unflatten(wire, tensors, table, **options)
+    kernels.flatten_kernels(table).unflatten(wire, tensors, table, **options)
 
 
 def quantize(tensors, section, message, **options):
