@@ -11,7 +11,7 @@ import torch
 STRETCH = 10  # steps in a row with or without compression; the first is not timed
 MIN_PAIRS = 5  # of a stretch with and one without compression
 LEAST_STEPS = 2 * STRETCH * MIN_PAIRS  # of a comparison
-POWER = 1.96 + 0.84  # standard errors by which a difference must exceed 0 to be shown in four of five runs
+POWER = 1.96 + 0.84  # z for 95 % confidence plus z for 80 % power
 MOST_STEPS = 1_000_000  # that an answer suggests
 
 

@@ -1,4 +1,4 @@
-"""`CallSite`: what a call of a collective must have in common on all ranks."""
+"""`CallSite`: collective, operation, wire, layouts and names of a call, which must be equal on all ranks."""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
 An algorithm is a coroutine. It awaits its collectives and touches no stream, no future and no process group, so the
 same function runs on a GPU's side stream, in a CPU's worker thread, and in a notebook:
 
-    run_algorithm(powersgd_all_reduce(bucket, ..., transport=LocalTransport(), ...), transport)
+    step = Step.of(memory, gradients, results, 0, transport, workspace)
+    run_algorithm(powersgd_all_reduce(step), transport)
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class BucketMemory:
         """
 
     def take_back(self, name: str, error: Tensor) -> bool:
-        """Add to the errors of a parameter; False if they are in ``memory``, or there are none."""
+        """Add to this bucket's own errors of a parameter. False if it has none: the caller adds to ``memory``."""
         return False
 
 

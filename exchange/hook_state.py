@@ -460,7 +460,7 @@ class HookState(HookSettings):
         return {"iter": self.iter, **entries, **self._counts}
 
     def _initialize(self, parameters: Mapping[Tensor, str]) -> None:
-        """Allocate memory, before it is saved, that no step has used yet and that does not start from zeros."""
+        """Before a checkpoint: allocate memory that no step has used and zeros cannot stand for."""
 
     def _keeps(self, entry: str) -> bool:
         """Whether every parameter will have this memory, from zeros, under the current options."""

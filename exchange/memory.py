@@ -80,7 +80,7 @@ class StateMemory:
         return self.trained(entry) | {name: self._share(entry, each) for name, each in self.loaded[entry].items()}
 
     def trained(self, entry: str) -> dict[str, Tensor]:
-        """This rank's memory that needs no share of a checkpoint."""
+        """This rank's own memory, without its share of a checkpoint not yet used."""
         tensors = dict(self.own[entry])
         for _, bucket in self._made():
             tensors |= bucket.folded().get(entry, {})

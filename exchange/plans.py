@@ -67,7 +67,7 @@ class Plans:
         memory: Any,
         number: int,
     ) -> Plan | None:
-        """Count step ``number``, which is no replay. Returns the plan that records it, once `WARM_UP_STEPS` were equal.
+        """Count a step that runs in full. After `WARM_UP_STEPS` equal ones, return the plan that records this one.
 
         The ranks of ``group`` have agreed on the settings; ``memory`` is that of the bucket, None for a cast.
         """

@@ -1,4 +1,4 @@
-"""`HookSettings`: what all ranks must have in common to run a hook, the place of its telemetry and recorded steps.
+"""`HookSettings`: a hook's options, equal on all ranks, its telemetry and its recorded steps.
 
 `check_pairing` and `in_group` fit them to the model that the hook is registered for.
 """
@@ -96,7 +96,7 @@ class HookSettings:
     # Recorded steps; see `gradwire.exchange.plans`.
 
     def _variant(self, number: int) -> Hashable:
-        """What the host decides about step ``number``: a recorded step serves those of the same variant."""
+        """Key of the host's decisions in step ``number``; steps with equal keys share a recording."""
         return None
 
     def _begin_bucket(self, position: int) -> bool:

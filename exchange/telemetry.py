@@ -54,7 +54,7 @@ DELAYED = (
 )
 
 COMPARED_NUMEL = 2**16  # elements of a bucket that are compared with the exact mean
-SCATTER = 2654435761  # a prime: its multiples modulo another number of elements are all different, and far apart
+SCATTER = 2654435761  # prime, so k * SCATTER mod n visits every index once, evenly spread
 
 
 def to_jsonl(path: str | Path) -> Report:

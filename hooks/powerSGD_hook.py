@@ -368,7 +368,7 @@ class PowerSGDState(HookState):
                 kept[name] = error_like(None, as_real(layout), dtype, name)
 
     def _keeps(self, entry: str) -> bool:
-        """Whether further entries start from zeros: none, `_initialize` has made them all."""
+        """False: `_initialize` has allocated every entry."""
         return False
 
     def replicated_state(self) -> dict[str, Any]:

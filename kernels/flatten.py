@@ -8,9 +8,8 @@ Each operation is one launch for the whole bucket. Arithmetic is in fp32, or in 
 gradients are fp64 (for `unflatten`: if the gradients or the wire are). fp64 is rounded to fp32 on
 its way to 16 bits, as in PyTorch.
 
-A finite element saturates at ``limit``, but at the largest finite value of the wire dtype at the latest; inf and NaN
-pass through. The maximum needs no float atomics: the bits of non-negative fp32 numbers, read as integers, sort like the
-numbers, followed by inf and NaN.
+Finite elements are clamped to min(limit, the wire dtype's maximum); inf and NaN pass through. The maximum needs no
+float atomics: the bits of non-negative fp32 numbers, read as integers, sort like the numbers, followed by inf and NaN.
 
 Traffic for N elements, with s bytes per gradient element and w bytes per wire element: (s + w) N bytes each way.
 """

@@ -1,10 +1,9 @@
 """Quantization on CPUs: run by run, so that the scratch of each run stays in cache.
 
-A byte is packed by float arithmetic, the sum of q_t 2^(t bits), a small integer, and converted once; the offset of the
-codes is added to the byte. Unpacking moves each plane to the top of its byte, eight bytes at a time, where the
-conversion from int8 extends its sign; the factor 2^(8 - bits) is divided out with the scale. All products are exact, so
-fused multiply-adds, which vectorized loops contain and others do not, change nothing. Words of several bytes go through
-int32; fp32 holds their sums, below 2^24.
+Packing: sum q_t 2^(t bits) in fp32 (exact), convert once, add the offset. Unpacking: shift a code to the top of its
+byte, eight bytes at a time, read it as int8 (which extends the sign), divide by 2^(8 - bits) in the scale. All products
+are exact, so fused multiply-adds, which vectorized loops contain and others do not, change nothing. Words of several
+bytes go through int32; fp32 holds their sums, below 2^24.
 
 Other cases call the reference, run by run: fp8, an error memory in bf16, signs of partial blocks,
 and elements that are not finite or too large for their scale.

@@ -24,7 +24,8 @@ from gradwire.kernels.layouts import WIRE_DTYPES, compute_dtype, is_dense, layou
 from gradwire.kernels.uploads import Upload
 
 # Elements per program. 4096 with 8 warps is 16 elements a thread: four 16-byte loads of fp32 in flight, and 64 KiB of
-# fp32 for the 4 programs of a multiprocessor. Smaller programs make no smaller waves: more of them run at once.
+# fp32 for the 4 programs of a multiprocessor. Smaller chunks do not shorten the last wave: more
+# programs are resident at once.
 CHUNK_NUMEL = 4096
 # Elements that the CPU paths handle at once: 1 MiB of fp32 scratch, which stays in cache.
 CPU_BLOCK_NUMEL = 1 << 18

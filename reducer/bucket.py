@@ -105,7 +105,7 @@ class BucketBase(OwnBucket):
     ) -> Future[Tensor] | Handle:
         """Take the gradients, as `DenseBucket.collect` says, and start to reduce them; the future has the result.
 
-        Without ``unused``, reduce the zeros of `with_zeros`.
+        ``unused=None``: this is a joined rank's bucket of zeros.
         """
         self.divisor = divisor
         if unused is not None:

@@ -141,7 +141,7 @@ class Exchange:
     def agree_to_reduce_again(self) -> None:
         """Before a further reduction for one forward: RuntimeError, on every rank, if ranks are in different passes.
 
-        It goes through the store, because a rank that is elsewhere would match the collectives with others.
+        Through the store: elsewhere, a collective would pair with an unrelated one.
         """
         if self.process_group.size() == 1:
             return

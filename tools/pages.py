@@ -103,7 +103,7 @@ def fill(page: str, results: Results) -> str:
         if tables is None or missing:
             raise PageError(f"There is no table {name!r}, or no {' and no '.join(missing)} for it. Run that bench.")
         found = [results[file] for file in files]
-        sources = "\n".join(map(source, found))
+        sources = "\n".join(map(source, files, found))
         return f"<!-- begin {name} -->\n{to_markdown(tables(*found))}\n{sources}<!-- end {name} -->"
 
     return re.sub(r"<!-- begin (?P<name>\S+) -->\n.*?<!-- end (?P=name) -->", replaced, page, flags=re.DOTALL)
@@ -120,17 +120,18 @@ def to_markdown(tables: Sequence[Table]) -> str:
     return "\n".join([*parts, "".join(notes)] if notes else parts)
 
 
-def source(records: Sequence[Record]) -> str:
-    """Commands, commits and machine of the measurements in a file, as a line of Markdown."""
+def source(file: str, records: Sequence[Record]) -> str:
+    """Commands, commits and machine of the measurements in a file of bench/results, as a line of Markdown."""
     runs = [facts for facts, _ in itertools.groupby(record.provenance for record in records)]
-    commits = unique(_commit(facts) for facts in runs)
-    of = f", {'commits' if len(commits) > 1 else 'commit'} {', '.join(filter(None, commits))}" if any(commits) else ""
-    what = f"`{runs[0]['command']}`"
     if len(runs) > 1:
         options = [re.split(r" (?=--)", facts["command"]) for facts in runs]
         common = [option for option in options[0] if all(option in others for others in options)]
-        what = f"{len(runs)} runs of `{' '.join(common)}`, with different other options"
-    return f"{what}{of}. {machine_line(runs[-1])}.\n"
+        place = f"bench/results/{file}.jsonl"
+        what = f"{len(runs)} runs of `{' '.join(common)}`; {place} has their options and commits"
+    else:
+        commit = _commit(runs[0])
+        what = f"`{runs[0]['command']}`" + (f", commit {commit}" if commit else "")
+    return f"{what}. {machine_line(runs[-1])}.\n"
 
 
 def _commit(facts: dict[str, Any]) -> str:
