@@ -7,6 +7,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from gradwire.hooks.scaled_cast_hooks import ScaledCastState
 
 ROOT = Path(__file__).parents[2]
 DOTTED = re.compile(r"`(gradwire(?:\.\w+)+)")
+ATTRIBUTE = re.compile(r"`([A-Z]\w+)\.(\w+)(?:\(\))?`")
 
 
 def docstrings():
@@ -57,6 +59,45 @@ def test_dotted_names_in_docstrings_and_documentation_resolve():
     named = [(place, name) for place, text in docstrings() for name in DOTTED.findall(text)]
     assert len(named) > 5
     assert [(place, name) for place, name in named if not resolves(name)] == []
+
+
+def attributes_of_classes():
+    """For each class of the library, by name, the attributes that it, or a base class, defines or assigns to self."""
+    own, bases = {}, {}
+    for module in pkgutil.walk_packages(gradwire.__path__, "gradwire."):
+        for node in ast.walk(ast.parse(Path(importlib.util.find_spec(module.name).origin).read_text())):
+            if isinstance(node, ast.ClassDef):
+                inside = list(ast.walk(node))
+                names = {each.name for each in inside if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)}
+                names |= {each.attr for each in inside if isinstance(each, ast.Attribute)}
+                names |= {each.id for each in inside if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
+                own.setdefault(node.name, set()).update(names)
+                bases.setdefault(node.name, set()).update(ast.unparse(base).rpartition(".")[2] for base in node.bases)
+
+    def attributes(name):
+        return own.get(name, set()).union(*(attributes(base) for base in bases.get(name, set()) - {name}))
+
+    return {name: attributes(name) for name in own}
+
+
+def test_attributes_of_classes_in_docstrings_and_documentation_exist():
+    known = attributes_of_classes()
+    named = [(place, *match) for place, text in docstrings() for match in ATTRIBUTE.findall(text) if match[0] in known]
+    assert len(named) > 50
+    theirs = {"DistributedDataParallel": dir(torch.nn.parallel.DistributedDataParallel)}
+    wrong = [each for each in named if each[2] not in known[each[1]] and each[2] not in theirs.get(each[1], ())]
+    assert wrong == []
+
+
+def test_extras_that_pages_install_exist():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = {
+        extra
+        for _, text in docstrings()
+        for extras in re.findall(r"(?:pip install[^\n]*?|gradwire)\[([\w,]+)\]", text)
+        for extra in extras.split(",")
+    }
+    assert {"bench"} <= named <= project["optional-dependencies"].keys()
 
 
 def test_hooks_list_the_public_modules():
