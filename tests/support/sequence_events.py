@@ -501,6 +501,7 @@ def fail(training, failing):
     inputs = training.inputs()
     training.ddp.zero_grad(set_to_none=training.set_to_none)
     with failing:
-        kind, text = error_of(lambda: training.ddp(inputs).backward())
+        error = error_of(lambda: training.ddp(inputs).backward())
+    kind, text = error or (None, "")  # a step may have fewer collectives than the one that would fail
     training.note("error", (kind, text.partition("\n\nAt:\n")[0]))  # a callback of PyTorch's adds the stack
     start_over(training)
