@@ -151,7 +151,12 @@ def unused(training, by_rank):
     training.step(unused=by_rank[training.rank])
 
 
-@event(some_parameters, finds_unused, in_modes(REPLAYS, LAWS))  # PyTorch's DDP loses their errors
+@event(
+    some_parameters,
+    finds_unused,
+    in_modes(REPLAYS, LAWS),
+    lambda sequence: sequence.is_ours or sequence.mode == REPLAYS,  # PyTorch's DDP loses their errors
+)
 def unused_on_all_ranks(training, indices):
     training.step(unused=indices)
 
