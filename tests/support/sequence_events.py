@@ -151,7 +151,12 @@ def unused(training, by_rank):
     training.step(unused=by_rank[training.rank])
 
 
-@event(some_parameters, finds_unused, in_modes(REPLAYS, LAWS))  # PyTorch's DDP loses their errors
+@event(
+    some_parameters,
+    finds_unused,
+    in_modes(REPLAYS, LAWS),
+    lambda sequence: sequence.is_ours or sequence.mode == REPLAYS,  # PyTorch's DDP loses their errors
+)
 def unused_on_all_ranks(training, indices):
     training.step(unused=indices)
 
@@ -501,6 +506,7 @@ def fail(training, failing):
     inputs = training.inputs()
     training.ddp.zero_grad(set_to_none=training.set_to_none)
     with failing:
-        kind, text = error_of(lambda: training.ddp(inputs).backward())
+        error = error_of(lambda: training.ddp(inputs).backward())
+    kind, text = error or (None, "")  # a step may have fewer collectives than the one that would fail
     training.note("error", (kind, text.partition("\n\nAt:\n")[0]))  # a callback of PyTorch's adds the stack
     start_over(training)
