@@ -156,6 +156,7 @@ class HookState(HookSettings):
                         "without."
                     )
         self.steps = StepCount()
+        self._check: Telemetry | None = None  # measures one step of many, while nobody observes the state
         self._late_end = EndCallback()  # `_end_open_step`, at the end of a backward without a last bucket
         self._start = first_compressed_step(options)
         self._counts: dict[str, list[int]] = {}  # further numbers of a checkpoint by entry, equal on all ranks
@@ -284,13 +285,15 @@ class HookState(HookSettings):
         return number % CHECK_EVERY == CHECK_EVERY - 1 and number >= self._start and "errors" in self.memory.declared
 
     def _check_errors(self) -> None:
-        """End the check of the previous step. Measure this one if it is checked and nobody observes the state."""
+        """Warn of what the latest check has found, and prepare that of this step."""
         if self._check is not None:
-            if self.telemetry is self._check:
-                self.telemetry = None
             self._check.flush()  # warns
-        if self.telemetry is None and self._is_checked(self.iter):
-            self.telemetry = self._check = self._check or Telemetry(self, 1, 1, None, is_check=True)
+        elif self._is_checked(self.iter):
+            self._check = Telemetry(self, every=1, exact_every=1)
+
+    def _measurer(self, number: int) -> Telemetry | None:
+        """The measurements of step ``number``: those of `observe`, else those of the check of the error memory."""
+        return self.telemetry or (self._check if self._is_checked(number) else None)
 
     def _end_open_step(self) -> None:
         """End a step, if one is open, whose last bucket was skipped or went to another hook."""

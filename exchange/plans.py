@@ -98,11 +98,13 @@ class Plans:
         ``number`` is that of the step, for a hook that has begun it and returns a future; None for the reducer.
         """
         settings, executor = self.settings, connections.existing_executor(bucket.device)
-        if settings is None or settings.telemetry is not None or not isinstance(executor, StreamExecutor):
+        if settings is None or not isinstance(executor, StreamExecutor):
             return None
         is_in_hook = number is not None
         if number is None:
             number = 0 if settings.steps is None else settings.steps.number(bucket.position)
+        if settings._measurer(number) is not None:
+            return None
         entry = self._entries.get((settings._variant(number), executor.place, bucket.divisor))
         if entry is None or not entry.stands(settings, executor, bucket) or torch.cuda.is_current_stream_capturing():
             return None

@@ -57,8 +57,8 @@ def reduce_bucket(
         iteration: number of the step; None if the hook counts none.
         memory, names: of the `Step`. On PyTorch's DDP, `Step.gradients` needs a `BucketMemory`.
     """
-    name, telemetry = settings.hook_name, settings.telemetry
-    device, position, is_final, number = bucket.device, bucket.position, bucket.is_final, iteration or 0
+    name, number = settings.hook_name, iteration or 0
+    device, position, is_final, telemetry = bucket.device, bucket.position, bucket.is_final, settings._measurer(number)
     executor = connections.executor(device)
     transport = executor.transport
     # On a GPU, the host would have to wait.

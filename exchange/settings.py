@@ -46,7 +46,6 @@ class HookSettings:
 
     _serves_one_model = False  # a state that does may take the model's process group
     telemetry: Telemetry | None = None
-    _check: Telemetry | None = None  # of one step of many, while nobody observes the state
     names: ParameterNames | None = None
     memory: StateMemory | None = None
     steps: Any = None
@@ -114,6 +113,10 @@ class HookSettings:
 
     # Telemetry. See docs/telemetry.md for the metrics.
 
+    def _measurer(self, number: int) -> Telemetry | None:
+        """What measures step ``number``; None if nothing does."""
+        return self.telemetry
+
     def observe(self, *, every: int = 50, exact_every: int = 0, report: Report | None = None) -> None:
         """Measure one in ``every`` steps from now on. Call it on every rank, between the same two steps.
 
@@ -157,7 +160,7 @@ class HookSettings:
             RuntimeError: `observe` was not called.
         """
         telemetry = self.telemetry
-        if telemetry is None or telemetry is self._check:
+        if telemetry is None:
             raise RuntimeError(
                 f"This {type(self).__name__} is not measured. Call state.observe() on every rank before the steps "
                 "that you want to measure."

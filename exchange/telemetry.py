@@ -147,15 +147,12 @@ class Timeline:
 
 
 class Telemetry:
-    """The measurements of a hook; ``state`` is its `HookSettings`, the other arguments those of its `observe`.
+    """The measurements of a hook; ``state`` is its `HookSettings`, the other arguments those of its `observe`."""
 
-    ``is_check``: a state makes its checks by itself, in the same steps on all ranks, so no handshake compares them.
-    """
-
-    def __init__(self, state: Any, every: int, exact_every: int, report: Report | None, is_check: bool = False) -> None:
+    def __init__(self, state: Any, every: int, exact_every: int, report: Report | None = None) -> None:
         self.latest: dict[str, float] = {}  # the metrics of the latest measured step
         self._state = weakref.proxy(state)
-        self._every, self._exact_every, self._report, self._is_check = every, exact_every, report, is_check
+        self._every, self._exact_every, self._report = every, exact_every, report
         self._latest, self._is_open = 0, False  # position of the latest bucket, and whether others of its step come
         self.n_steps = 0  # steps that have begun
         self._agreed_at = 0  # steps before the latest handshake: all ranks count comparisons from there
@@ -170,7 +167,7 @@ class Telemetry:
 
     def settings(self) -> dict[str, object]:
         """Options that must be equal on all ranks: comparisons with the exact mean are collectives."""
-        return {} if self._is_check else {"exact_every of observe()": self._exact_every}
+        return {"exact_every of observe()": self._exact_every}
 
     def agreed(self) -> None:
         """Count the steps of ``exact_every`` from here. All ranks call it at the same bucket, with equal `settings`."""

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.profiler import profile
 
 import gradwire
-from gradwire.comm import LocalTransport, run_algorithm
+from gradwire.comm import LocalTransport, clock, run_algorithm
 from gradwire.exchange import handshake, hook_state, telemetry
 from gradwire.exchange.telemetry import Sample, Timeline, to_jsonl, to_tensorboard, to_wandb
 from gradwire.hooks.default_hooks import CastState, fp16_compress_hook
@@ -284,8 +284,8 @@ def test_bucket_that_sends_more_than_its_gradients_counts_as_uncompressed(has_la
 
 def test_times_of_a_bucket_are_split_at_the_collectives(monkeypatch):
     # Begin and end of each part between collectives, in seconds.
-    clock = iter([0.0, 2.0, 5.0, 12.0, 13.0, 18.0])
-    monkeypatch.setattr(telemetry, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    times = iter([0.0, 2.0, 5.0, 12.0, 13.0, 18.0])
+    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: next(times)))
     transport, timeline = LocalTransport(), Timeline(torch.device("cpu"))
 
     async def two_collectives():
