@@ -120,14 +120,51 @@ class BucketBase(OwnBucket):
         return hook.function(hook.state, self)
 
 
+class Upcast:
+    """A dense bucket's part in native mixed precision: PyTorch's hook, on ``stream``, makes every ``.grad`` a tensor of
+    its own, in the parameter's dtype.
+
+    Args:
+        parameters: those of the bucket.
+        stream: the stream.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], stream: torch.Stream) -> None:
+        self._parameters, self._stream = parameters, stream
+        self._absent: Collection[int] = ()  # positions of the parameters that have no gradient in this backward
+
+    @property
+    def copies(self) -> list[Tensor]:
+        """The parameters' copies, in the dtype of the gradients."""
+        return [parameter._mp_param for parameter in self._parameters]  # type: ignore[attr-defined]
+
+    def fill_absent(self, zeros: Mapping[int, Tensor]) -> None:
+        """Assign zeros to absent gradients, by position: PyTorch's hook casts every gradient."""
+        self._absent = zeros.keys()
+        for i, each in zeros.items():
+            self._parameters[i].grad = each
+
+    def finish(self, result: Tensor, table: SegmentTable, used: Mapping[int, bool]) -> None:
+        """Write a flat mean into the gradients, in the parameters' own dtype."""
+        torch.accelerator.current_stream().wait_stream(self._stream)
+        reduced = [i for i in range(len(self._parameters)) if used.get(i, True)]
+        if reduced:
+            # Not ``table.views``, which would keep the result alive until the next step.
+            means = [table.view(i, result, table.offsets[i]) for i in reduced]
+            torch._foreach_copy_([_grad_of(self._parameters[i]) for i in reduced], means)
+        for i in set(self._absent).difference(reduced):
+            self._parameters[i].grad = None
+        self._absent = ()
+
+
 class DenseBucket(BucketBase):
     """The gradients of some parameters, with the interface of ``torch.distributed.GradBucket``, and `work`.
 
     A hook written for PyTorch asks for `buffer` or `gradients`: the gradients are then flattened into one buffer, which
     is kept until a backward does without it, or with ``frees_buffer`` until the end of this one. gradwire's own hooks
     ask for `work` instead, or also for `empty_buffer`. With ``as_view`` the buffer always exists, and every ``.grad``
-    ends up as a view of it. With mixed precision, gradients have the layouts and dtype of the parameters' copies, and
-    PyTorch's hook, on ``upcast_stream``, makes every ``.grad`` a tensor of its own in the parameter's dtype.
+    ends up as a view of it. With mixed precision, gradients have the layouts and dtype of the parameters' copies; see
+    `Upcast`.
 
     Attributes:
         as_view: whether every ``.grad`` becomes a view of the buffer.
@@ -135,13 +172,13 @@ class DenseBucket(BucketBase):
     """
 
     def __init__(
-        self, spec: BucketSpec, as_view: bool, frees_buffer: bool = False, upcast_stream: torch.Stream | None = None
+        self, spec: BucketSpec, as_view: bool, frees_buffer: bool = False, upcast: Upcast | None = None
     ) -> None:
         super().__init__(spec)
         self.plans = Plans()
-        self._upcast_stream = upcast_stream
-        copies: list[Any] = [] if upcast_stream is None else [p._mp_param for p in spec.parameters]  # type: ignore[attr-defined]
-        self._table = SegmentTable([gradient_layout(each) for each in copies or spec.parameters])
+        self._upcast = upcast
+        holders = spec.parameters if upcast is None else upcast.copies
+        self._table = SegmentTable([gradient_layout(each) for each in holders])
         self.dtype = self._table.dtype
         self.layouts = list(zip(self._table.shapes, self._table.strides, strict=True))
         self._guard: Callable[..., bool] | None = None  # whether gradients have the layouts of their parameters
@@ -166,7 +203,6 @@ class DenseBucket(BucketBase):
         self.stand_ins = []
         self._outside: Sequence[int] = ()  # with `as_view`: positions of the gradients that are not views of the buffer
         self._kept: dict[int, Tensor] = {}  # with `as_view`: copies of the gradients of `stand_ins`
-        self._absent: set[int] = set()  # with mixed precision: those of `stand_ins` that have no gradient at all
         self._scale = 1.0  # multiplier of the result that `finish` has written
         self._taken_back: Collection[int] = ()  # positions of the gradients that `finish` has handed to `take_back`
         self._replaced: Tensor | None = None  # the tensor that a hook passed to `set_buffer`
@@ -292,10 +328,8 @@ class DenseBucket(BucketBase):
             self._kept = {i: grads[i].clone() for i in unused}
             views = self._buffer_views
             self._outside = [i for i, grad in enumerate(grads) if grad.data_ptr() != views[i].data_ptr()]
-        if self._upcast_stream is not None:
-            self._absent = {i for i in unused if found[i] is None}
-            for i in self._absent:  # PyTorch's hook casts every gradient
-                self._parameters[i].grad = grads[i]
+        if self._upcast is not None:
+            self._upcast.fill_absent({i: grads[i] for i in unused if found[i] is None})
 
     def _collect_each(
         self,
@@ -347,8 +381,8 @@ class DenseBucket(BucketBase):
         has it; ValueError otherwise. ``used`` says for each of `stand_ins` whether any rank has a gradient; if not,
         ``take_back`` is called.
         """
-        if self._upcast_stream is not None:
-            self._finish_upcast(self._upcast_stream, result, used)
+        if self._upcast is not None:
+            self._upcast.finish(result, self._table, used)
             return
         target, table = (self._flat.tensors, self._flat.table) if self.as_view else (self._grads, self._table)
         if result.data_ptr() != target[0].data_ptr() or result.numel() != target[0].numel():
@@ -392,17 +426,6 @@ class DenseBucket(BucketBase):
                 self._parameters[i].grad = mean
             elif grad.data_ptr() != mean.data_ptr():
                 grad.copy_(mean)
-
-    def _finish_upcast(self, stream: torch.Stream, result: Tensor, used: Mapping[int, bool]) -> None:
-        """With mixed precision: write the mean into the gradients, in the parameters' own dtype."""
-        torch.accelerator.current_stream().wait_stream(stream)
-        reduced = [i for i in range(len(self._parameters)) if used.get(i, True)]
-        if reduced:
-            # Not `_views`, which would keep the result alive until the next step.
-            means = [self._table.view(i, result, self._table.offsets[i]) for i in reduced]
-            torch._foreach_copy_([_grad_of(self._parameters[i]) for i in reduced], means)
-        for i in self._absent.difference(reduced):
-            self._parameters[i].grad = None
 
     def _drop_stand_in(self, i: int, scale: float, take_back: TakeBack | None) -> None:
         """Leave ``.grad`` of a stand-in as it was: no rank has a gradient for it."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from gradwire.comm import GroupTransport
 from gradwire.reducer import torch_internals
 from gradwire.reducer.arguments import check_bucket_size
-from gradwire.reducer.bucket import BucketSpec, DenseBucket, ReducerBucket, SparseBucket
+from gradwire.reducer.bucket import BucketSpec, DenseBucket, ReducerBucket, SparseBucket, Upcast
 
 Assignment = Sequence[Sequence[int]]  # the parameters of each bucket, by index in the model
 
@@ -78,5 +78,6 @@ def make_buckets(
             buckets.append(SparseBucket(spec, sets_gradient=upcast_stream is not None))
         else:
             as_view, frees_buffer = options.gradient_as_bucket_view, options.frees_buffers
-            buckets.append(DenseBucket(spec, as_view, frees_buffer, upcast_stream))
+            upcast = None if upcast_stream is None else Upcast(spec.parameters, upcast_stream)
+            buckets.append(DenseBucket(spec, as_view, frees_buffer, upcast))
     return buckets
