@@ -332,7 +332,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         """Create gradwire's reducer and logger instead of PyTorch's; called by the constructor and by unpickling."""
         has_compared, self._syncs_at_init = self._syncs_at_init, False
         if has_compared:
-            _verify_construction(self, parameters)
+            self._verify_construction(parameters)
             buffers = self._buffers_in_use() if self._syncs_buffers_at_init else {}
             check_memory(self._parameters_in_use() | buffers)
             states = [tensor.detach() for tensor in (*self._parameters_in_use().values(), *buffers.values())]
@@ -341,7 +341,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         if self.mixed_precision is not None:
             for index, parameter in enumerate(parameters):
                 parameter._idx = index  # type: ignore[attr-defined]  # PyTorch's class passes it to `_autograd_hook`
-        self.reducer = _make_reducer(self, parameters, expect_sparse_gradient, static_graph, has_compared)
+        self.reducer = self._make_reducer(parameters, expect_sparse_gradient, static_graph, has_compared)
         self._buffer_watch = BufferWatch()
         has_sync_bn = any(isinstance(part, nn.SyncBatchNorm) for part in self.module.modules())
         self.logger = Logger(
@@ -367,7 +367,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self._delay_all_reduce_params = [p for p in self._delay_all_reduce_params if p not in frozen]
         parameters, _ = self._build_params_for_reducer()
         if self._syncs_at_init:
-            _verify_construction(self, parameters, param_to_hook_all_reduce)
+            self._verify_construction(parameters, param_to_hook_all_reduce)
         # PyTorch's class takes this size for one in bytes, and no ``device_ids`` for the CPU.
         nbytes, devices = int(bucket_cap_mb * 2**20), device_ids or [parameters[0].device]
         super()._register_delay_all_reduce_hook(nbytes, param_to_hook_all_reduce, devices)  # type: ignore[no-untyped-call]
@@ -559,6 +559,71 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             self.reducer.wait_for_post_backward_futures()
         return output
 
+    def _bucket_limits(self, static_graph: bool) -> tuple[list[int], list[int]]:
+        """Sizes in bytes of the buckets of the first backward, and of the rebuilt ones; the last one repeats."""
+        caps = list(getattr(self, "bucket_bytes_cap_list", []))
+        first = torch_internals.DEFAULT_FIRST_BUCKET_BYTES if self.bucket_bytes_cap_default else self.bucket_bytes_cap
+        rebuilt = caps or [first, self.bucket_bytes_cap]
+        # As in PyTorch: one bucket for a first backward that is followed by a rebuild.
+        is_rebuilt = static_graph or not self.find_unused_parameters
+        return caps or ([sys.maxsize] if is_rebuilt else rebuilt), rebuilt
+
+    def _make_reducer(
+        self, parameters: list[Tensor], sparse: list[bool], static_graph: bool, has_compared: bool
+    ) -> Reducer:
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        first_limits, rebuilt_limits = self._bucket_limits(static_graph)
+        options = BucketOptions(
+            parameters=parameters,
+            names=[names[parameter] for parameter in parameters],
+            sparse=sparse,
+            first_limits=first_limits,
+            rebuilt_limits=rebuilt_limits,
+            hook_may_choose=self._has_default_bucket_size,
+            gradient_as_bucket_view=self.gradient_as_bucket_view and self.mixed_precision is None,
+            frees_buffers=self.lazy_bucket_allocation,
+        )
+        buffers = layouts_of(self.named_module_buffers) if has_compared and self.broadcast_buffers else UNKNOWN
+        exchange = Exchange(self.process_group, parameters[0].device, buffers)
+        delayed = self._delay_all_reduce_params
+        replicated = partial(_replicated, self.module, self.parameters_to_ignore, set(delayed))
+        return Reducer(
+            exchange,
+            BucketHook(default_reduction, exchange, is_zero_copy=exchange.has_streams),
+            options,
+            ModelWatch(self.module, parameters, delayed, self.parameters_to_ignore),
+            None if self.check_every is None else DriftCheck(self.check_every, replicated),
+            DelayedGradients(delayed, self._delay_grad_buffer) if delayed else None,
+            find_unused_parameters=self.find_unused_parameters,
+            skip_unused=self.skip_all_reduce_unused_params,
+            is_in_no_sync=partial(_is_in_no_sync, weakref.ref(self)),
+        )
+
+    def _verify_construction(self, parameters: list[Tensor], param_to_hook_all_reduce: Tensor | None = None) -> None:
+        """Raise unless all ranks have the same model and options, as far as their collectives depend on them.
+
+        They do not depend on ``gradient_as_bucket_view``, nor on the sizes of rebuilt buckets, which rank 0 broadcasts.
+        """
+        begin_together(connections_of(self.process_group))
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        buffers = self._buffers_in_use() if self._syncs_buffers_at_init or self.broadcast_buffers else {}
+        limits, _ = self._bucket_limits(self._options_at_init["static_graph"])
+        frozen = {name: p for name, p in self._parameters_in_use().items() if not p.requires_grad}
+        options = {
+            **self._options_at_init,
+            "bucket_cap_mb, first buckets (bytes)": limits,
+            "forward_sync_buffers": bool(buffers) and self.broadcast_buffers,
+            "buffers broadcast at construction": bool(buffers) and self._syncs_buffers_at_init,
+            "delay_all_reduce_named_params": [(names.get(p), tuple(p.shape)) for p in self._delay_all_reduce_params],
+            "param_to_hook_all_reduce": names.get(param_to_hook_all_reduce),
+            "parameters without memory of their own": [
+                name for name, p in self._parameters_in_use().items() if not has_own_memory(p)
+            ],
+        }
+        states = {f"frozen parameter {name}": p for name, p in frozen.items()}
+        states |= {f"buffer {name}": buffer for name, buffer in buffers.items()}
+        verify_model({names[p]: p for p in parameters}, states, options, self.process_group, self.device)
+
     # Mixed precision. PyTorch's class does most of it: before a forward it points each parameter at a low-precision
     # copy, and its hook sums a bucket in ``reduce_dtype`` and points the parameters back at their own values.
 
@@ -615,48 +680,6 @@ class JoinedRank(JoinHook):
             broadcast_coalesced(delayed, transport, ddp.broadcast_bucket_size, ddp._authoritative_rank)
 
 
-def _bucket_limits(ddp: DistributedDataParallel, static_graph: bool) -> tuple[list[int], list[int]]:
-    """Sizes in bytes of the buckets of the first backward, and of the rebuilt ones; the last one repeats."""
-    caps = list(getattr(ddp, "bucket_bytes_cap_list", []))
-    first = torch_internals.DEFAULT_FIRST_BUCKET_BYTES if ddp.bucket_bytes_cap_default else ddp.bucket_bytes_cap
-    rebuilt = caps or [first, ddp.bucket_bytes_cap]
-    # As in PyTorch: one bucket for a first backward that is followed by a rebuild.
-    is_rebuilt = static_graph or not ddp.find_unused_parameters
-    return caps or ([sys.maxsize] if is_rebuilt else rebuilt), rebuilt
-
-
-def _make_reducer(
-    ddp: DistributedDataParallel, parameters: list[Tensor], sparse: list[bool], static_graph: bool, has_compared: bool
-) -> Reducer:
-    names = {parameter: name for name, parameter in ddp.module.named_parameters()}
-    first_limits, rebuilt_limits = _bucket_limits(ddp, static_graph)
-    options = BucketOptions(
-        parameters=parameters,
-        names=[names[parameter] for parameter in parameters],
-        sparse=sparse,
-        first_limits=first_limits,
-        rebuilt_limits=rebuilt_limits,
-        hook_may_choose=ddp._has_default_bucket_size,
-        gradient_as_bucket_view=ddp.gradient_as_bucket_view and ddp.mixed_precision is None,
-        frees_buffers=ddp.lazy_bucket_allocation,
-    )
-    buffers = layouts_of(ddp.named_module_buffers) if has_compared and ddp.broadcast_buffers else UNKNOWN
-    exchange = Exchange(ddp.process_group, parameters[0].device, buffers)
-    delayed = ddp._delay_all_reduce_params
-    replicated = partial(_replicated, ddp.module, ddp.parameters_to_ignore, set(delayed))
-    return Reducer(
-        exchange,
-        BucketHook(default_reduction, exchange, is_zero_copy=exchange.has_streams),
-        options,
-        ModelWatch(ddp.module, parameters, delayed, ddp.parameters_to_ignore),
-        None if ddp.check_every is None else DriftCheck(ddp.check_every, replicated),
-        DelayedGradients(delayed, ddp._delay_grad_buffer) if delayed else None,
-        find_unused_parameters=ddp.find_unused_parameters,
-        skip_unused=ddp.skip_all_reduce_unused_params,
-        is_in_no_sync=partial(_is_in_no_sync, weakref.ref(ddp)),
-    )
-
-
 def _is_in_no_sync(ddp: weakref.ref[DistributedDataParallel]) -> bool:
     wrapper = ddp()
     return wrapper is None or not wrapper.require_backward_grad_sync
@@ -672,31 +695,3 @@ def _replicated(module: nn.Module, ignored: Collection[str], delayed: Collection
         for name, parameter in module.named_parameters()
         if (name not in ignored or parameter in delayed) and has_own_memory(parameter)
     }
-
-
-def _verify_construction(
-    ddp: DistributedDataParallel, parameters: list[Tensor], param_to_hook_all_reduce: Tensor | None = None
-) -> None:
-    """Raise unless all ranks have the same model and options, as far as their collectives depend on them.
-
-    They do not depend on ``gradient_as_bucket_view``, nor on the sizes of rebuilt buckets, which rank 0 broadcasts.
-    """
-    begin_together(connections_of(ddp.process_group))
-    names = {parameter: name for name, parameter in ddp.module.named_parameters()}
-    buffers = ddp._buffers_in_use() if ddp._syncs_buffers_at_init or ddp.broadcast_buffers else {}
-    limits, _ = _bucket_limits(ddp, ddp._options_at_init["static_graph"])
-    frozen = {name: p for name, p in ddp._parameters_in_use().items() if not p.requires_grad}
-    options = {
-        **ddp._options_at_init,
-        "bucket_cap_mb, first buckets (bytes)": limits,
-        "forward_sync_buffers": bool(buffers) and ddp.broadcast_buffers,
-        "buffers broadcast at construction": bool(buffers) and ddp._syncs_buffers_at_init,
-        "delay_all_reduce_named_params": [(names.get(p), tuple(p.shape)) for p in ddp._delay_all_reduce_params],
-        "param_to_hook_all_reduce": names.get(param_to_hook_all_reduce),
-        "parameters without memory of their own": [
-            name for name, p in ddp._parameters_in_use().items() if not has_own_memory(p)
-        ],
-    }
-    states = {f"frozen parameter {name}": p for name, p in frozen.items()}
-    states |= {f"buffer {name}": buffer for name, buffer in buffers.items()}
-    verify_model({names[p]: p for p in parameters}, states, options, ddp.process_group, ddp.device)
