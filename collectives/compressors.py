@@ -27,7 +27,7 @@ from gradwire.compress import (
     cast_all_reduce,
     start_reduce_scatter,
 )
-from gradwire.exchange.bucket import BucketWork, OwnBucket, layout_without_memory
+from gradwire.exchange.bucket import BucketFacts, BucketWork, OwnBucket, layout_without_memory
 from gradwire.exchange.plans import Plans, replayed
 from gradwire.exchange.reduction import bucket_kind, quantized, ranks_on_node, reduce_bucket
 from gradwire.exchange.settings import HookSettings
@@ -54,14 +54,20 @@ class TensorBucket(OwnBucket):
         names: Sequence[str],
         has_header: bool,
     ) -> None:
-        self._parameters = [layout_without_memory(*layout, site.dtype, site.device) for layout in layouts]
-        self._names, self._has_header = list(names), has_header
-        self._table = SegmentTable(self._parameters)
-        self.position, self.is_first, self.is_final, self.zero_copy = 0, True, True, True
-        self.device, self.dtype, self.process_group = site.device, site.dtype, group
-        self.names, self.scale, self.plans = tuple(names), site.scale, Plans()
-        self.first, self.model_parameters = self._parameters[0], self._parameters
-        self.layouts = [(layout.shape, layout.stride()) for layout in self._parameters]
+        parameters = [layout_without_memory(*layout, site.dtype, site.device) for layout in layouts]
+        facts = BucketFacts(
+            parameters=parameters,
+            names=list(names),
+            plain_names=tuple(names),
+            device=site.device,
+            dtype=site.dtype,
+            process_group=group,
+            model_parameters=parameters,
+            first=parameters[0],
+        )
+        super().__init__(facts)
+        self.zero_copy, self.scale, self.plans = True, site.scale, Plans()
+        self._has_header, self._table = has_header, SegmentTable(parameters)
         self.tensors: Sequence[Tensor] = ()
         self._stamp = UNKNOWN
 

@@ -8,6 +8,7 @@ returns it, as PyTorch's hooks do. Either way, `Gradients` has one tensor per pa
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -189,11 +190,42 @@ class BucketOrder:
         bucket.position, bucket.is_first, bucket.ends_late = self._n_later, False, True
 
 
+@dataclass(frozen=True, kw_only=True)
+class BucketFacts:
+    """The part of a bucket of gradwire's that no step changes. Its owner makes it once.
+
+    Attributes:
+        parameters: the parameters in the order of their gradients, or tensors in the layouts of their shards.
+        names: their names, as in ``module.named_parameters()``.
+        plain_names: their names without the components that module wrappers add.
+        layouts: shape and strides of each gradient; None: those of the parameters.
+        device: device of the gradients.
+        dtype: real dtype of the gradients.
+        process_group: the ranks to average over; None if each launch sets them.
+        model_parameters: all parameters of the model that are averaged.
+        first: the parameter by which a handshake knows the model.
+    """
+
+    parameters: list[torch.Tensor]
+    names: list[str]
+    plain_names: tuple[str, ...]
+    layouts: Sequence[tuple[torch.Size, tuple[int, ...]]] | None = None
+    device: torch.device
+    dtype: torch.dtype
+    process_group: dist.ProcessGroup | None = None
+    model_parameters: Sequence[torch.Tensor]
+    first: torch.Tensor
+
+
 class OwnBucket(Bucket):
     """A bucket of gradwire's, with the part of ``torch.distributed.GradBucket`` that needs no gradients."""
 
-    _parameters: list[torch.Tensor]
-    _names: list[str]
+    def __init__(self, facts: BucketFacts) -> None:
+        self._parameters, self._names, self.names = facts.parameters, facts.names, facts.plain_names
+        self.layouts = facts.layouts or [(each.shape, each.stride()) for each in facts.parameters]
+        self.device, self.dtype, self.process_group = facts.device, facts.dtype, facts.process_group
+        self.first, self.model_parameters = facts.first, facts.model_parameters
+        self.position, self.is_first, self.is_final = 0, True, True
 
     def index(self) -> int:
         """Position in the order of launch."""

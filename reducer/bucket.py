@@ -16,7 +16,7 @@ from torch.futures import Future
 from gradwire.comm import Transport
 from gradwire.comm.stream_executor import Handle
 from gradwire.compress import Gradients, Step, cast_all_reduce, repeatable
-from gradwire.exchange.bucket import BucketWork, OwnBucket
+from gradwire.exchange.bucket import BucketFacts, BucketWork, OwnBucket
 from gradwire.exchange.handshake import stepped_early
 from gradwire.exchange.names import plain_name
 from gradwire.exchange.plans import Plans
@@ -59,18 +59,23 @@ class BucketHook(NamedTuple):
 class BucketBase(OwnBucket):
     """What dense and sparse buckets have in common."""
 
-    def __init__(self, spec: BucketSpec) -> None:
-        self._spec = spec
-        self._parameters = spec.parameters
-        self._names = spec.names
-        self.members = spec.members
+    def __init__(self, spec: BucketSpec, table: SegmentTable | None = None) -> None:
+        """``table`` has the layouts and dtype of the gradients; None: those of the parameters."""
+        first = spec.parameters[0]
+        facts = BucketFacts(
+            parameters=spec.parameters,
+            names=spec.names,
+            plain_names=tuple(map(plain_name, spec.names)),
+            layouts=None if table is None else list(zip(table.shapes, table.strides, strict=True)),
+            device=first.device,
+            dtype=first.dtype.to_real() if table is None else table.dtype,
+            model_parameters=spec.model_parameters,
+            first=first,
+        )
+        super().__init__(facts)
+        self._spec, self.members = spec, spec.members
+        self.position, self.is_first, self.is_final = spec.index, spec.index == 0, spec.is_last
         self.divisor = 1  # of the default reduction's sums, until `launch` knows it
-        # For hooks; `launch` sets the others.
-        self.position, self.first = spec.index, spec.parameters[0]
-        self.is_first, self.is_final = spec.index == 0, spec.is_last
-        self.device, self.dtype = spec.parameters[0].device, spec.parameters[0].dtype.to_real()
-        self.names = tuple(map(plain_name, spec.names))
-        self.model_parameters = spec.model_parameters
         self.launch_range = f"gradwire::launch bucket {spec.index}"  # name of a profiler range
         self.stand_ins: list[int] = []  # positions of the parameters without a gradient on this rank in this backward
 
@@ -174,13 +179,11 @@ class DenseBucket(BucketBase):
     def __init__(
         self, spec: BucketSpec, as_view: bool, frees_buffer: bool = False, upcast: Upcast | None = None
     ) -> None:
-        super().__init__(spec)
-        self.plans = Plans()
-        self._upcast = upcast
         holders = spec.parameters if upcast is None else upcast.copies
         self._table = SegmentTable([gradient_layout(each) for each in holders])
-        self.dtype = self._table.dtype
-        self.layouts = list(zip(self._table.shapes, self._table.strides, strict=True))
+        super().__init__(spec, self._table)
+        self.plans = Plans()
+        self._upcast = upcast
         self._guard: Callable[..., bool] | None = None  # whether gradients have the layouts of their parameters
         self._frees_buffer = frees_buffer and not as_view
         self._buffer: Tensor | None = None

@@ -14,7 +14,7 @@ from gradwire.comm import Transport, connections_of
 from gradwire.comm.connections import has_streams
 from gradwire.comm.transport import wait_for
 from gradwire.compress import Gradients
-from gradwire.exchange.bucket import BucketWork, OwnBucket, layout_without_memory, tensor_in
+from gradwire.exchange.bucket import BucketFacts, BucketWork, OwnBucket, layout_without_memory, tensor_in
 from gradwire.exchange.decorators import CommHook, is_zero_copy, name_of
 from gradwire.exchange.hook_state import HookState
 from gradwire.exchange.names import plain_name
@@ -60,7 +60,19 @@ class ShardBucket(OwnBucket):
         model_layouts: Mapping[str, Tensor],
     ) -> None:
         layouts = shard_layouts(parameters, dtype, device)
-        self._names, self._parameters = list(layouts), list(layouts.values())
+        names = list(layouts)
+        facts = BucketFacts(
+            parameters=list(layouts.values()),
+            names=names,
+            plain_names=tuple(map(plain_name, names)),
+            device=device,
+            dtype=dtype.to_real(),
+            process_group=replicas,
+            model_parameters=list(model_layouts.values()),
+            first=model_layouts[names[0]],
+        )
+        super().__init__(facts)
+        self.zero_copy, self.is_final = True, False
         self.numel = 0
         self._offsets: list[int] = []
         for name, parameter in parameters.items():
@@ -70,11 +82,6 @@ class ShardBucket(OwnBucket):
         self._table = SegmentTable(self._parameters)
         self._flat: Tensor | None = None
         self._replaced: Tensor | None = None  # the tensor that a hook passed to `set_buffer`
-        self.position, self.is_first, self.is_final, self.zero_copy = 0, True, False, True
-        self.device, self.dtype, self.process_group = device, dtype.to_real(), replicas
-        self.names = tuple(map(plain_name, self._names))
-        self.first, self.model_parameters = model_layouts[self._names[0]], list(model_layouts.values())
-        self.layouts = [(layout.shape, layout.stride()) for layout in self._parameters]
 
     def collect(self, flat: Tensor, position: int, is_last: bool, zero_copy: bool) -> None:
         """Hold the gradients of a backward, the bucket number ``position`` of it."""
