@@ -191,6 +191,27 @@ def test_bad_options_are_named(capsys, arguments, message):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--hook", "int4"],
+        ["--hook", "auto", "--no-measure", "--start", "7"],
+        ["--hook", "int8", "--measure", "400"],
+        ["--collectives", "int8", "--call", "train.py:3", "--call", "model.py:9"],
+        ["--advise"],
+    ],
+)
+def test_launcher_passes_all_own_options_on(monkeypatch, arguments):
+    started = []
+    monkeypatch.setattr(run.torchrun, "run", started.append)
+    run.launch([*arguments, "--nproc-per-node", "2", "train.py", "--lr", "1"])
+    (torchrun_options,) = started
+    parser = run._own_options()
+    own, script = parser.parse_known_args(torchrun_options.training_script_args)
+    assert vars(own) == vars(parser.parse_args(arguments))
+    assert script == ["train.py", "--lr", "1"] and torchrun_options.nproc_per_node == "2"
+
+
 def test_options_after_the_script_are_refused_by_the_launcher(capsys):
     with pytest.raises(SystemExit, match="2"):
         run.launch(["--nproc-per-node", "2", "train.py", "--hook", "int4"])

@@ -2,6 +2,7 @@
 
 import itertools
 from datetime import timedelta
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -354,12 +355,14 @@ def test_backward_that_the_user_has_failed_is_no_step_and_one_inside_of_another_
     begin(1)
     exchange.keep_result("parameters", lambda: taken.append("taken back"))
     exchange.begin_average("parameters")
+    late = partial(exchange.keep_result, "others", lambda: taken.append("late result taken back"))
+    exchange.finish_later("others", group, "all-reduce", late)
     begin(2)  # inside of the first one, for which autograd keeps the callback
     assert (len(callbacks), taken) == (1, [])
     callbacks.clear()  # it raises
     begin(3)
-    assert (len(callbacks), taken, exchange.n_steps) == (1, ["taken back"], 0)
-    assert not exchange.has_averaged("parameters")
+    assert (len(callbacks), taken, exchange.n_steps) == (1, ["taken back", "late result taken back"], 0)
+    assert not exchange.has_averaged("parameters") and not exchange.is_in_flight("others")
 
 
 @on_ranks(4)
