@@ -204,10 +204,10 @@ def test_hook_is_replayed_or_its_plans_keep_nothing(case):
 
 @on_ranks(1)
 def test_plan_whose_gradients_have_moved_once_is_recorded_again():
-    """A plan of PyTorch's DDP holds its buffers, which are new after the model was wrapped again."""
+    """An all-reduce of PyTorch's DDP holds its buffers, which are new after the model was wrapped again."""
 
     def scenario():
-        trained, checker = Training("fp16", "pytorch"), Stream.checker
+        trained, checker = Training("allreduce", "pytorch"), Stream.checker
         for _ in range(3):
             trained.steps(STEPS)
             before = checker.counts["replays"]
