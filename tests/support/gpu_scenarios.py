@@ -4,6 +4,7 @@
 """
 
 import gc
+import traceback
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -21,6 +22,7 @@ from gradwire import collectives
 from gradwire.bench.host_double import DEVICE
 from gradwire.comm.torch_internals import queue_callback
 from gradwire.hooks import _plans, default_hooks, powerSGD_hook, quantization_hooks
+from gradwire.reducer.unused_parameters import UsedParameters
 from tests.support import happens_before, training
 from tests.support.happens_before import Stream
 from tests.support.training import WRAPPERS, Fault, Scaler, register
@@ -185,15 +187,27 @@ def unused_parameters(hook):
         trained.step()
 
 
-def joined_rank(hook, fails_at=None):
-    """Steps of a rank without inputs, which sends zeros."""
-    trained = Training(hook)
+def _fails(*_):
+    raise Fault("expected")  # not in a mock, which would keep its traceback and so the tensors in it
+
+
+def joined_rank(hook, fails_at=None, fails_after_launches=False):
+    """Steps of a rank without inputs, which sends zeros.
+
+    Collective ``fails_at`` of one raises, whose error holds the zeros until all ranks begin again; or with
+    ``fails_after_launches``, the comparison of unused parameters, which holds nothing.
+    """
+    trained = Training(hook, find_unused_parameters=fails_after_launches)
     trained.steps(STEPS)
     for _ in range(2):
         trained.ddp.reducer.reduce_zeros()
     if fails_at is not None:
         Stream.checker.fails_at = fails_at
         with suppress(Fault):
+            trained.ddp.reducer.reduce_zeros()
+        recover(trained)
+    if fails_after_launches:
+        with suppress(Fault), mock.patch.object(UsedParameters, "exchange_none", _fails):
             trained.ddp.reducer.reduce_zeros()
         recover(trained)
     trained.steps(LATER)
@@ -453,8 +467,10 @@ def sharded(is_replicated, hook=None, fails_at=None, **options):
     if fails_at is not None:
         dist.barrier()  # the peers notice it in the same step
         Stream.checker.fails_at = fails_at
-        with suppress(Fault, RuntimeError):  # or the peer's error comes first
+        try:
             step()
+        except (Fault, RuntimeError) as error:  # or the peer's comes first
+            traceback.clear_frames(error.__traceback__)  # as a loop does to free memory
         Stream.checker.fails_at = None
         model.zero_grad()
         torch.ones(MATRIX)
@@ -498,6 +514,7 @@ ERRORS = {
     "in the third collective": partial(error_in_collective, at=2),
     "in a collective, then wrapped again": partial(error_in_collective, at=1, recover=wrap_again),
     "in a collective of a joined rank": partial(joined_rank, fails_at=1),
+    "in a joined rank, three buckets in flight": partial(joined_rank, fails_after_launches=True),
 }
 COLLECTIVES = {
     **{f"all_reduce, {wire}": partial(calls, all_reduce, wire) for wire in ("int4", "bf16", "fp16", "fp32")},

@@ -95,6 +95,11 @@ def test_training_after_error_is_ordered(error, hook):
     check(ERRORS[error], hook)
 
 
+@on_ranks(2)
+def test_training_after_error_is_ordered_where_collectives_reduce_gradients_in_place():
+    check(error_in_backward, "none", at=1, **VECTORS)
+
+
 @pytest.mark.parametrize("hook", SOME[1:])
 @on_ranks(1)
 def test_pytorchs_ddp_wrapped_again_after_error_is_ordered(hook):
