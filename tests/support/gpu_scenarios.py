@@ -4,8 +4,7 @@
 """
 
 import gc
-import traceback
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from unittest import mock
@@ -23,6 +22,7 @@ from gradwire.bench.host_double import DEVICE
 from gradwire.comm.torch_internals import queue_callback
 from gradwire.hooks import _plans, default_hooks, powerSGD_hook, quantization_hooks
 from gradwire.reducer.unused_parameters import UsedParameters
+from gradwire.sharded import reduce_scatter as reduce_scatter_of_shards
 from tests.support import happens_before, training
 from tests.support.happens_before import Stream
 from tests.support.training import WRAPPERS, Fault, Scaler, register
@@ -438,8 +438,13 @@ def reduce_scatter(group, memory, is_source_dropped):
 # --- FSDP2
 
 
-def sharded(is_replicated, hook=None, fails_at=None, **options):
-    """A model that is sharded or replicated by FSDP2. ``options`` are those of `gradwire.attach`."""
+def sharded(is_replicated, hook=None, fails_at=None, fails_in_wait=False, detaches=False, **options):
+    """A model that is sharded or replicated by FSDP2. ``options`` are those of `gradwire.attach`.
+
+    Collective ``fails_at`` of a step raises, whose error holds the gradients until all ranks begin again; or with
+    ``fails_in_wait``, a wait for a result, whose error holds nothing. The loop then goes on without compression if it
+    ``detaches``.
+    """
     group, here = dist.new_group(backend=happens_before.BACKEND), dist.get_rank()
     if is_replicated:
         alone = [dist.new_group([rank], backend=happens_before.BACKEND) for rank in range(group.size())][here]
@@ -464,17 +469,20 @@ def sharded(is_replicated, hook=None, fails_at=None, **options):
 
     for _ in range(STEPS):
         step()
-    if fails_at is not None:
+    if fails_at is not None or fails_in_wait:
         dist.barrier()  # the peers notice it in the same step
         Stream.checker.fails_at = fails_at
-        try:
+        with suppress(Fault, RuntimeError), ExitStack() as patches:  # or the peer's error comes first
+            if fails_in_wait:
+                patches.enter_context(mock.patch.object(reduce_scatter_of_shards, "wait_for", _fails))
             step()
-        except (Fault, RuntimeError) as error:  # or the peer's comes first
-            traceback.clear_frames(error.__traceback__)  # as a loop does to free memory
         Stream.checker.fails_at = None
         model.zero_grad()
         torch.ones(MATRIX)
-        attachment.resynchronize()
+        if detaches:
+            attachment.detach()
+        else:
+            attachment.resynchronize()
         for _ in range(LATER):
             step()
     dist.barrier()  # until the last rank has made its last step
