@@ -4,7 +4,7 @@
 """
 
 import gc
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from unittest import mock
@@ -22,6 +22,8 @@ from gradwire.bench.host_double import DEVICE
 from gradwire.comm.torch_internals import queue_callback
 from gradwire.exchange import plans
 from gradwire.hooks import default_hooks, powerSGD_hook, quantization_hooks
+from gradwire.reducer.unused_parameters import UsedParameters
+from gradwire.sharded import reduce_scatter as reduce_scatter_of_shards
 from tests.support import happens_before, training
 from tests.support.happens_before import Stream
 from tests.support.training import WRAPPERS, Fault, Scaler, register
@@ -186,15 +188,27 @@ def unused_parameters(hook):
         trained.step()
 
 
-def joined_rank(hook, fails_at=None):
-    """Steps of a rank without inputs, which sends zeros."""
-    trained = Training(hook)
+def _fails(*_):
+    raise Fault("expected")  # not in a mock, which would keep its traceback and so the tensors in it
+
+
+def joined_rank(hook, fails_at=None, fails_after_launches=False):
+    """Steps of a rank without inputs, which sends zeros.
+
+    Collective ``fails_at`` of one raises, whose error holds the zeros until all ranks begin again; or with
+    ``fails_after_launches``, the comparison of unused parameters, which holds nothing.
+    """
+    trained = Training(hook, find_unused_parameters=fails_after_launches)
     trained.steps(STEPS)
     for _ in range(2):
         trained.ddp.reducer.reduce_zeros()
     if fails_at is not None:
         Stream.checker.fails_at = fails_at
         with suppress(Fault):
+            trained.ddp.reducer.reduce_zeros()
+        recover(trained)
+    if fails_after_launches:
+        with suppress(Fault), mock.patch.object(UsedParameters, "exchange_none", _fails):
             trained.ddp.reducer.reduce_zeros()
         recover(trained)
     trained.steps(LATER)
@@ -425,8 +439,13 @@ def reduce_scatter(group, memory, is_source_dropped):
 # --- FSDP2
 
 
-def sharded(is_replicated, hook=None, fails_at=None, **options):
-    """A model that is sharded or replicated by FSDP2. ``options`` are those of `gradwire.attach`."""
+def sharded(is_replicated, hook=None, fails_at=None, fails_in_wait=False, detaches=False, **options):
+    """A model that is sharded or replicated by FSDP2. ``options`` are those of `gradwire.attach`.
+
+    Collective ``fails_at`` of a step raises, whose error holds the gradients until all ranks begin again; or with
+    ``fails_in_wait``, a wait for a result, whose error holds nothing. The loop then goes on without compression if it
+    ``detaches``.
+    """
     group, here = dist.new_group(backend=happens_before.BACKEND), dist.get_rank()
     if is_replicated:
         alone = [dist.new_group([rank], backend=happens_before.BACKEND) for rank in range(group.size())][here]
@@ -451,15 +470,20 @@ def sharded(is_replicated, hook=None, fails_at=None, **options):
 
     for _ in range(STEPS):
         step()
-    if fails_at is not None:
+    if fails_at is not None or fails_in_wait:
         dist.barrier()  # the peers notice it in the same step
         Stream.checker.fails_at = fails_at
-        with suppress(Fault, RuntimeError):  # or the peer's error comes first
+        with suppress(Fault, RuntimeError), ExitStack() as patches:  # or the peer's error comes first
+            if fails_in_wait:
+                patches.enter_context(mock.patch.object(reduce_scatter_of_shards, "wait_for", _fails))
             step()
         Stream.checker.fails_at = None
         model.zero_grad()
         torch.ones(MATRIX)
-        attachment.resynchronize()
+        if detaches:
+            attachment.detach()
+        else:
+            attachment.resynchronize()
         for _ in range(LATER):
             step()
     dist.barrier()  # until the last rank has made its last step
@@ -499,6 +523,7 @@ ERRORS = {
     "in the third collective": partial(error_in_collective, at=2),
     "in a collective, then wrapped again": partial(error_in_collective, at=1, recover=wrap_again),
     "in a collective of a joined rank": partial(joined_rank, fails_at=1),
+    "in a joined rank, three buckets in flight": partial(joined_rank, fails_after_launches=True),
 }
 COLLECTIVES = {
     **{f"all_reduce, {wire}": partial(calls, all_reduce, wire) for wire in ("int4", "bf16", "fp16", "fp32")},

@@ -33,6 +33,7 @@ from tests.support.gpu_scenarios import (
     later_hook,
     plain,
     run,
+    sharded,
     wrap_again,
 )
 from tests.support.happens_before import RACE, STALE, Stream
@@ -95,6 +96,11 @@ def test_training_after_error_is_ordered(error, hook):
     check(ERRORS[error], hook)
 
 
+@on_ranks(2)
+def test_training_after_error_is_ordered_where_collectives_reduce_gradients_in_place():
+    check(error_in_backward, "none", at=1, **VECTORS)
+
+
 @pytest.mark.parametrize("hook", SOME[1:])
 @on_ranks(1)
 def test_pytorchs_ddp_wrapped_again_after_error_is_ordered(hook):
@@ -111,6 +117,14 @@ def test_collective_is_ordered(call):
 @on_ranks(2)
 def test_sharded_model_is_ordered(model):
     check(SHARDED[model])
+
+
+@on_ranks(2)
+def test_sharded_gradients_are_kept_after_a_wait_that_raises():
+    """The results, which are discarded, may race: they become NaN while kernels may still write them."""
+    checker = run(sharded, False, within="int4", fails_in_wait=True, detaches=True)
+    assert checker.counts["launches"] > 0
+    assert checker.kinds <= {RACE}
 
 
 # --- what the checker finds
@@ -204,10 +218,10 @@ def test_hook_is_replayed_or_its_plans_keep_nothing(case):
 
 @on_ranks(1)
 def test_plan_whose_gradients_have_moved_once_is_recorded_again():
-    """A plan of PyTorch's DDP holds its buffers, which are new after the model was wrapped again."""
+    """An all-reduce of PyTorch's DDP holds its buffers, which are new after the model was wrapped again."""
 
     def scenario():
-        trained, checker = Training("fp16", "pytorch"), Stream.checker
+        trained, checker = Training("allreduce", "pytorch"), Stream.checker
         for _ in range(3):
             trained.steps(STEPS)
             before = checker.counts["replays"]
