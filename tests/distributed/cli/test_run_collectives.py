@@ -197,6 +197,20 @@ def test_ranks_stop_asking_once_no_rank_has_wanted_many_calls():
 
 
 @on_ranks(2)
+def test_gradients_are_compressed_after_many_unwanted_calls_with_their_shape():
+    """As of an evaluation."""
+    parameter = nn.Parameter(torch.zeros(MIN_NUMEL))
+    with compressed_collectives("int8", []), mock.patch.object(agreement, "PLAIN_AFTER", 3):
+        for step in range(3):
+            parameter.grad = drawn(step)
+            expected = compressed(parameter.grad)
+            dist.all_reduce(parameter.grad)
+            assert_same_bits(parameter.grad, expected)
+            for _ in range(5):
+                dist.all_reduce(drawn(7))
+
+
+@on_ranks(2)
 def test_gradients_of_new_and_of_unregistered_parameters_are_found():
     with compressed_collectives("int8", []):
         for make in (lambda: nn.Linear(MIN_NUMEL, 1).weight, lambda: nn.Parameter(torch.zeros(MIN_NUMEL))):

@@ -131,6 +131,20 @@ def test_nothing_is_lost_in_messages_between_nodes_that_are_cut_into_pieces(piec
 
 
 @on_ranks(4)
+def test_nothing_is_lost_or_doubled_when_a_node_hands_its_errors_over_anew():
+    """As after a gradient that was sent and not applied, here zeros: errors of both shots go to their shards again."""
+    state, local, generator = state_of(), build("mlp"), own_batches()
+    ledger, ddp = Ledger(local), WRAPPERS["gradwire"](build("mlp"))
+    register(ddp, (state, quantization_hook))
+    for _ in range(3):
+        for _ in range(2):
+            ledger.step(ddp, local, local.batch(generator))
+        assert all(state.memory.take_back(name, torch.zeros_like(each)) for name, each in local.named_parameters())
+    ledger.step(ddp, local, local.batch(generator))
+    assert copy.deepcopy(ledger).close(state) == []
+
+
+@on_ranks(4)
 def test_checkpoint_of_nodes_resumes_without_nodes_and_on_others():
     sizes = (2, 1, 4, 2)
     before, saved = None, None

@@ -378,6 +378,21 @@ def test_save_and_training_continue_after_calls_on_some_ranks_only(callers):
     assert_same_bits(after, save_after_calls_of([]))
 
 
+@pytest.mark.parametrize("saved_after", [0, 1, 3])
+@on_ranks(2)
+def test_checkpoint_before_the_first_compressed_step_changes_no_later_bit(saved_after):
+    """It makes the random factors of that step."""
+    results = []
+    for saves in (False, True):
+        state, generator = PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=4), own_batches()
+        ddp = wrapped(hook=(state, powerSGD_hook))
+        train_steps(ddp, saved_after, generator)
+        if saves:
+            state.state_dict()
+        results.append(train_steps(ddp, 7 - saved_after, generator))
+    assert_same_bits(*results)
+
+
 def save_a_prepared_copy(kind, wrapper, saver):
     """The state and the gradients of all ranks, some steps after one rank has saved a prepared copy alone."""
     training = after_five_steps(wrapper, kind)
