@@ -52,7 +52,9 @@ class AnywhereCase:
     """The model in one loop with one method."""
 
     def __init__(self, task: Bytes, loop: str, method: str) -> None:
-        self.task, self.loop, self.method = task, loop, method
+        self.task = task
+        self.loop = loop
+        self.method = method
         self.model = task.make_model()
         self._loop = LOOPS[loop](self.model, None if method == UNCOMPRESSED else method)
         self.seconds: list[float] = []  # timed steps on the slowest rank

@@ -66,7 +66,9 @@ class Averaging:
     """Average ``p.grad`` after the backward by ``average``, `average_each` or `average_all`; AdamW on every rank."""
 
     def __init__(self, average: Average, model: nn.Module, wire: str | None) -> None:
-        self.average, self.model, self.wire = average, model, wire
+        self.average = average
+        self.model = model
+        self.wire = wire
         self.memory = memory_for(wire)
         self.optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
 
@@ -84,7 +86,9 @@ class Muon:
     """`DistributedMuon` for the matrices of the layers, AdamW for all other parameters."""
 
     def __init__(self, model: nn.Module, wire: str | None) -> None:
-        self.model, self.wire, self.memory = model, wire, memory_for(wire)
+        self.model = model
+        self.wire = wire
+        self.memory = memory_for(wire)
         named = dict(model.named_parameters())
         self.matrices = {name: p for name, p in named.items() if "layers." in name and p.ndim == 2}
         self.others = {name: p for name, p in named.items() if name not in self.matrices}

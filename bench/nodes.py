@@ -70,7 +70,9 @@ class NodesCase:
     """The model on one seam with one method."""
 
     def __init__(self, task: Bytes, seam: str, method: str, hosts: int) -> None:
-        self.task, self.seam, self.method = task, seam, method
+        self.task = task
+        self.seam = seam
+        self.method = method
         self.seconds: list[float] = []  # timed steps on the slowest rank
         self.link_bytes: list[int] = []  # that the interface of this rank's host has sent in these steps
         self.model, self.attachment = self._wrapped(task.make_model(), hosts)

@@ -275,7 +275,9 @@ class Training:
         optimizer: str | None = None,
     ) -> None:
         torch.manual_seed(seed)
-        self.task, self.hook, self.implementation = task, hook, implementation
+        self.task = task
+        self.hook = hook
+        self.implementation = implementation
         entry = TRAINED_HOOKS[hook]
         one_bucket = needs_one_bucket(entry, implementation, device)
         self.model, self.state = wrap(

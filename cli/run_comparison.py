@@ -29,7 +29,9 @@ class Comparison:
     """
 
     def __init__(self, hook: str, first: int, n_steps: int) -> None:
-        self.hook, self.first, self.end = hook, first, first + n_steps // STRETCH * STRETCH
+        self.hook = hook
+        self.first = first
+        self.end = first + n_steps // STRETCH * STRETCH
         self.stretches: list[tuple[bool, float]] = []
         self._began = 0.0  # the time of the second step of this stretch
 

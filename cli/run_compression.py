@@ -151,7 +151,9 @@ class DDPCompression(CompressedModel):
         if self._probe is not None:
             self._probe.remove()
         self.release()
-        self._state, self._hook, self.is_left_to_script = state, hook, True
+        self._state = state
+        self._hook = hook
+        self.is_left_to_script = True
 
     def reduce(self, bucket: GradBucket) -> Future[torch.Tensor]:
         """Average a bucket."""

@@ -66,14 +66,18 @@ class TensorBucket(OwnBucket):
             first=parameters[0],
         )
         super().__init__(facts)
-        self.zero_copy, self.scale, self.plans = True, site.scale, Plans()
+        self.zero_copy = True
+        self.scale = site.scale
+        self.plans = Plans()
         self._has_header, self._table = has_header, SegmentTable(parameters)
         self.tensors: Sequence[Tensor] = ()
         self._stamp = UNKNOWN
 
     def begin(self, tensors: Sequence[Tensor], stamp: Stamp) -> None:
         """Take the tensors of a call, and the number that its messages carry."""
-        self.tensors, self._stamp, self.stamp = tensors, stamp, stamp.number
+        self.tensors = tensors
+        self._stamp = stamp
+        self.stamp = stamp.number
 
     def explain_stamps(self, by_rank: Mapping[int, int]) -> str | None:
         """The error if the ranks are in different calls."""
@@ -122,7 +126,9 @@ class Compressor:
     """
 
     def __init__(self, site: CallSite, group: dist.ProcessGroup, options: Quantization) -> None:
-        self.site, self.group, self.n_calls = site, group, 0
+        self.site = site
+        self.group = group
+        self.n_calls = 0
         self.layouts: list[Layout] = list(site.layouts)
         self.gaps = [i for i, layout in enumerate(site.layouts) if not is_dense(*layout)]
         for i in self.gaps:
@@ -197,7 +203,9 @@ class Compressor:
         self._keep(earlier.errors(), earlier.n_calls)
 
     def _keep(self, errors: dict[str, Tensor], n_calls: int) -> None:
-        self._waiting, self._transport, self.n_calls = errors, None, n_calls
+        self._waiting = errors
+        self._transport = None
+        self.n_calls = n_calls
 
     def load(self, saved: Errors, n_calls: int) -> None:
         """Take this rank's share of checked errors of a checkpoint."""

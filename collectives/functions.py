@@ -45,7 +45,9 @@ class CompressedWork(dist.Work):
         self, calls: Calls, compressor: Compressor, exchange: Future[Any], finish: Callable[[], list[Tensor]]
     ) -> None:
         super().__init__()
-        self._calls, self._compressor, self._exchange = calls, compressor, exchange
+        self._calls = calls
+        self._compressor = compressor
+        self._exchange = exchange
         self.number = calls.count
 
         def finished(done: Future[Any]) -> list[Tensor]:

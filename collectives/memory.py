@@ -217,7 +217,9 @@ class _Used:
     def load(self, saved: Mapping[str, Any]) -> None:
         """Continue from a checked entry of a checkpoint; the next call compares it with the other ranks."""
         self.compressor.load(saved[ERRORS], saved["iter"])
-        self.is_agreed, self.origin, self.n_calls = False, _origin(saved), 0
+        self.is_agreed = False
+        self.origin = _origin(saved)
+        self.n_calls = 0
 
     def merged(self, group: dist.ProcessGroup) -> dict[str, Any]:
         """The entry of a checkpoint. A collective call."""

@@ -57,7 +57,9 @@ class Plan:
         self.parts: list[tuple[Sequence[Callable[[], object]], Collective | None]] = []
         self.is_complete = False
         self.operator: str | None = None
-        self._record, self._refresh, self._gradients = record, refresh, gradients
+        self._record = record
+        self._refresh = refresh
+        self._gradients = gradients
         self.buffer: Tensor | None = None
         self._held: list[tuple[int, int]] = []  # index and address of each gradient that calls or collectives hold
         self._kept: list[Tensor] = []  # whose addresses the calls hold

@@ -51,7 +51,10 @@ class SharedFacts:
         agreed: object = UNKNOWN,
     ) -> None:
         self._connections = weakref.ref(connections)  # a hook's state may outlive the process group
-        self._what, self._remedy, self._describe, self._agreed = what, remedy, describe, agreed
+        self._what = what
+        self._remedy = remedy
+        self._describe = describe
+        self._agreed = agreed
         self._number = connections.new_watcher(self)
         self._generation = connections.generation  # of the connections, in which places are counted
         self.passed: tuple[int, ...] = ()
@@ -76,7 +79,9 @@ class SharedFacts:
         """
         connections = self.connections
         if self._generation != connections.generation:
-            self._generation, self._compared, self.passed = connections.generation, (), ()
+            self._generation = connections.generation
+            self._compared = ()
+            self.passed = ()
         place = place or (sum(self.passed) + 1,)
         if facts is not self._agreed and facts != self._agreed:
             if connections.group.size() > 1:

@@ -143,7 +143,9 @@ class AllReduce(Collective):
     def __init__(
         self, tensors: tuple[Tensor, ...], op: dist.ReduceOp.RedOpType, latest_sparse: list[Future[Any]]
     ) -> None:
-        self.tensors, self.op, self._latest_sparse = tensors, op, latest_sparse
+        self.tensors = tensors
+        self.op = op
+        self._latest_sparse = latest_sparse
         self.payload_bytes = 0
         for tensor in tensors:
             for part in (tensor._values(), tensor._indices()) if tensor.is_sparse else (tensor,):
@@ -172,7 +174,9 @@ class Shot(Collective):
     """
 
     def __init__(self, target: Tensor, source: Tensor, payload_bytes: int) -> None:
-        self.target, self.source, self.payload_bytes = target, source, payload_bytes
+        self.target = target
+        self.source = source
+        self.payload_bytes = payload_bytes
         self.tensors = target, source
         self.part: PartialTransport | None = None  # of the n ranks; None: all ranks of the group
 

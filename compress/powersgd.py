@@ -209,8 +209,12 @@ class TwoShotFactors:
     def __init__(
         self, table: MatrixTable, wire: WireFormat, others_numel: int, error_feedback: bool, alternating: bool
     ) -> None:
-        self.dtype, self._table, self._wire = table.compute, table, wire
-        self._others_numel, self._error_feedback, self._alternating = others_numel, error_feedback, alternating
+        self.dtype = table.compute
+        self._table = table
+        self._wire = wire
+        self._others_numel = others_numel
+        self._error_feedback = error_feedback
+        self._alternating = alternating
         self._sides: dict[FactorLayout, QuantizedFactors] = {}  # from the first step of each on
 
     def lay_out(

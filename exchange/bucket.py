@@ -184,7 +184,9 @@ class BucketOrder:
             return
         backward = current_backward()
         if backward == NO_BACKWARD or backward != self._backward or self._first() is bucket.first:
-            self._backward, self._first, self._n_later = backward, weakref.ref(bucket.first), 0
+            self._backward = backward
+            self._first = weakref.ref(bucket.first)
+            self._n_later = 0
             return
         self._n_later += 1
         bucket.position, bucket.is_first, bucket.ends_late = self._n_later, False, True
@@ -221,11 +223,17 @@ class OwnBucket(Bucket):
     """A bucket of gradwire's, with the part of ``torch.distributed.GradBucket`` that needs no gradients."""
 
     def __init__(self, facts: BucketFacts) -> None:
-        self._parameters, self._names, self.names = facts.parameters, facts.names, facts.plain_names
+        self._parameters = facts.parameters
+        self._names = facts.names
+        self.names = facts.plain_names
         self.layouts = facts.layouts or [(each.shape, each.stride()) for each in facts.parameters]
-        self.device, self.dtype, self.process_group = facts.device, facts.dtype, facts.process_group
+        self.device = facts.device
+        self.dtype = facts.dtype
+        self.process_group = facts.process_group
         self.first, self.model_parameters = facts.first, facts.model_parameters
-        self.position, self.is_first, self.is_final = 0, True, True
+        self.position = 0
+        self.is_first = True
+        self.is_final = True
 
     def index(self) -> int:
         """Position in the order of launch."""
@@ -248,10 +256,16 @@ class TorchBucket(Bucket):
     """A bucket of PyTorch's DDP, in one backward."""
 
     def __init__(self, bucket: GradBucket) -> None:
-        self._bucket, self._buffer, self._parameters = bucket, bucket.buffer(), bucket.parameters()
-        self.position, self.is_final, self.first = bucket.index(), bucket.is_last(), self._parameters[0]
+        self._bucket = bucket
+        self._buffer = bucket.buffer()
+        self._parameters = bucket.parameters()
+        self.position = bucket.index()
+        self.is_final = bucket.is_last()
+        self.first = self._parameters[0]
         self.is_first = self.position == 0
-        self.device, self.dtype, self.is_sparse = self._buffer.device, self._buffer.dtype, self._buffer.is_sparse
+        self.device = self._buffer.device
+        self.dtype = self._buffer.dtype
+        self.is_sparse = self._buffer.is_sparse
 
     @functools.cached_property
     def layouts(self) -> Sequence[tuple[torch.Size, tuple[int, ...]]]:  # type: ignore[override]

@@ -152,7 +152,9 @@ class Telemetry:
     def __init__(self, state: Any, every: int, exact_every: int, report: Report | None = None) -> None:
         self.latest: dict[str, float] = {}  # the metrics of the latest measured step
         self._state = weakref.proxy(state)
-        self._every, self._exact_every, self._report = every, exact_every, report
+        self._every = every
+        self._exact_every = exact_every
+        self._report = report
         self._latest, self._is_open = 0, False  # position of the latest bucket, and whether others of its step come
         self.n_steps = 0  # steps that have begun
         self._agreed_at = 0  # steps before the latest handshake: all ranks count comparisons from there

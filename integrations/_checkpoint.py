@@ -36,7 +36,10 @@ class Compression:
         options: Mapping[str, Any],
     ) -> None:
         planned, _ = state_and_hook(state, hook, options)
-        self._state, self._hook, self._within, self._options = state, hook, within, options
+        self._state = state
+        self._hook = hook
+        self._within = within
+        self._options = options
         self._model: nn.Module | None = None
         self.attachment: Attachment | None = None
         self.is_sharded = False

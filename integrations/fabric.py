@@ -47,7 +47,9 @@ class GradwireStrategy(DDPStrategy):
     """
 
     def __init__(self, state: Any = None, hook: Callable[..., Any] | None = None, **options: Any) -> None:
-        self._state, self._hook, self._options = state, hook, take_options(state, options)
+        self._state = state
+        self._hook = hook
+        self._options = take_options(state, options)
         state_and_hook(state, hook, self._options)  # raises for a wrong name
         super().__init__(**options)
         self.attachments: list[Attachment] = []

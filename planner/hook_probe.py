@@ -100,7 +100,9 @@ class HookProbe:
     def __init__(
         self, name: str, buckets: Buckets, group: dist.ProcessGroup, transport: EqualRanks, device: torch.device
     ) -> None:
-        self._name, self._gradients, self._device = name, buckets.gradients, device
+        self._name = name
+        self._gradients = buckets.gradients
+        self._device = device
         self._executor = TimingExecutor(transport, device)
         connections_of(group).replace_executor(self._executor, device)
         self._buckets = [DenseBucket(spec, as_view=False) for spec in buckets.specs]

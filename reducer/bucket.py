@@ -74,7 +74,9 @@ class BucketBase(OwnBucket):
         )
         super().__init__(facts)
         self._spec, self.members = spec, spec.members
-        self.position, self.is_first, self.is_final = spec.index, spec.index == 0, spec.is_last
+        self.position = spec.index
+        self.is_first = spec.index == 0
+        self.is_final = spec.is_last
         self.divisor = 1  # of the default reduction's sums, until `launch` knows it
         self.launch_range = f"gradwire::launch bucket {spec.index}"  # name of a profiler range
         self.stand_ins: list[int] = []  # positions of the parameters without a gradient on this rank in this backward
@@ -326,7 +328,10 @@ class DenseBucket(BucketBase):
                 grads[i] = grads[i].clone()
         self.stand_ins, self._scale = list(unused), 1.0
         self._grads = grads
-        self._is_flat, self._replaced, self.zero_copy, self.dtype = False, None, zero_copy, self._table.dtype
+        self._is_flat = False
+        self._replaced = None
+        self.zero_copy = zero_copy
+        self.dtype = self._table.dtype
         if self.as_view:
             self._kept = {i: grads[i].clone() for i in unused}
             views = self._buffer_views

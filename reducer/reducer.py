@@ -55,7 +55,9 @@ class Backward:
 
     def __init__(self, buckets: list[ReducerBucket], phase: Phase, may_leave_out: bool, used: UsedParameters) -> None:
         n_parameters = len(used.local)
-        self.phase, self.may_leave_out, self.used = phase, may_leave_out, used
+        self.phase = phase
+        self.may_leave_out = may_leave_out
+        self.used = used
         self.is_again = phase is Phase.AGAIN  # whether it is not the first of its forward
         self.follower = EndCallback()  # queued while a further backward of its forward runs
         self.is_of_several = False  # whether it may belong to one of several forwards, with ``find_unused_parameters``
@@ -146,9 +148,13 @@ class Reducer:
         skip_unused: bool,
         is_in_no_sync: Callable[[], bool],
     ) -> None:
-        self.exchange, self.hook, self.options = exchange, hook, options
+        self.exchange = exchange
+        self.hook = hook
+        self.options = options
         self._default_hook = hook
-        self._watch, self.drift, self._delayed = watch, drift, delayed
+        self._watch = watch
+        self.drift = drift
+        self._delayed = delayed
         self.parameters = options.parameters
         self.find_unused_parameters, self.skip_unused = find_unused_parameters, skip_unused
         self.static_graph = False

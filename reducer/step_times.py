@@ -54,7 +54,9 @@ class StepTimes:
         if not self.is_timed or event in self._marks:
             return
         if self._is_gpu and is_capturing(self._device):
-            self.is_timed, self._marks, self._unix_times = False, {}, {}
+            self.is_timed = False
+            self._marks = {}
+            self._unix_times = {}
             return
         self._marks[event] = torch.cuda.Event(enable_timing=True) if self._is_gpu else time.perf_counter_ns()
         if self._is_gpu:

@@ -85,8 +85,12 @@ class ShardBucket(OwnBucket):
 
     def collect(self, flat: Tensor, position: int, is_last: bool, zero_copy: bool) -> None:
         """Hold the gradients of a backward, the bucket number ``position`` of it."""
-        self._flat, self.zero_copy, self.dtype = flat, zero_copy, flat.dtype.to_real()
-        self.position, self.is_first, self.is_final = position, position == 0, is_last
+        self._flat = flat
+        self.zero_copy = zero_copy
+        self.dtype = flat.dtype.to_real()
+        self.position = position
+        self.is_first = position == 0
+        self.is_final = is_last
 
     def release(self) -> None:
         """Drop the gradients."""
@@ -117,7 +121,9 @@ class ShardBucket(OwnBucket):
                 f"The new buffer has shape {tuple(buffer.shape)} on {buffer.device}; expected ({self.numel},), as "
                 f"the old one, or ({self._table.numel},) without padding, on {self.device}."
             )
-        self._replaced, self.dtype, self.zero_copy = buffer, buffer.dtype, False
+        self._replaced = buffer
+        self.dtype = buffer.dtype
+        self.zero_copy = False
 
     def work(self, transport: Transport | None = None, layout: SegmentTable | None = None) -> BucketWork:
         """The gradients, one tensor per parameter, which receive the mean; or the flat tensor.
@@ -176,7 +182,9 @@ class ReplicaAverage:
     ) -> None:
         assert group.replicas is not None
         self.replicas, self._group = group.replicas, group
-        self._state, self._hook, self._is_zero_copy = state, hook, is_zero_copy(hook)
+        self._state = state
+        self._hook = hook
+        self._is_zero_copy = is_zero_copy(hook)
         self._exchange, self._model_layouts = exchange, model_layouts
         self._buckets: dict[object, ShardBucket | None] = {}
 

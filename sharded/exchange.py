@@ -52,7 +52,9 @@ class ShardedExchange:
 
     def __init__(self, groups: Iterable[dist.ProcessGroup], device: torch.device, settings: Mapping[str, str]) -> None:
         self.session = Session(groups)
-        self.groups, self.device, self._settings = self.session.groups, device, settings
+        self.groups = self.session.groups
+        self.device = device
+        self._settings = settings
         self.n_averages = self.n_steps = 0
         self.is_plain = False
         self.step_begins: list[Callable[[], None]] = []
@@ -211,7 +213,9 @@ class ShardedExchange:
 
     def restart(self) -> None:
         """Discard the step that an error has ended."""
-        self._backward, self._averaged, self._error = NO_BACKWARD, [], None
+        self._backward = NO_BACKWARD
+        self._averaged = []
+        self._error = None
         self.take_back()
 
     def take_back(self) -> None:

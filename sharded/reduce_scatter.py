@@ -56,7 +56,9 @@ class QuantizedReduceScatter:
     def __init__(self, group: ParameterGroup, options: ReduceScatterOptions, exchange: ShardedExchange) -> None:
         self.native = group.reduce_scatter
         self.allocate = self.native.allocate  # FSDP2 calls it for the tensors of a reduce-scatter
-        self._group, self._options, self._exchange = group, options, exchange
+        self._group = group
+        self._options = options
+        self._exchange = exchange
         self.has_errors = options.keeps_errors  # kept from step to step
         self.take_back: Callable[..., None] | None = None  # `_take_back` of the result of the latest call
         # By size and dtype of the flat tensor, and parameter names; without names: of any parameters.
@@ -172,7 +174,9 @@ class QuantizedReduceScatter:
     def load_errors(self, saved: Mapping[str, Tensor]) -> None:
         """Start from `saved_errors`, of the same parameters."""
         replicas = 1 if self._group.replicas is None else self._group.replicas.size()
-        self._loaded, self._errors, self._buckets = {}, {}, {}
+        self._loaded = {}
+        self._errors = {}
+        self._buckets = {}
         for name, size in self._group.flat_order().items():
             padded = torch.zeros(size, device=self._group.device)
             padded[tuple(map(slice, saved[name].shape))] = saved[name]

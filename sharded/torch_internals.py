@@ -64,7 +64,9 @@ class ParameterGroup:
             self.shards = mesh.shard_process_group
         replicas = getattr(mesh, "replicate_process_group", None)
         self.replicas = replicas if isinstance(replicas, dist.ProcessGroup) else None
-        self._group, self._mesh, self._reduce_scatter = group, mesh, group._reduce_scatter_comm
+        self._group = group
+        self._mesh = mesh
+        self._reduce_scatter = group._reduce_scatter_comm
 
     def __str__(self) -> str:
         first, *others = self.parameters

@@ -58,7 +58,11 @@ class LawViolation(AssertionError):
     """
 
     def __init__(self, law: str, hook: str, case: object, world_size: int, difference: str) -> None:
-        self.law, self.hook, self.case, self.world_size, self.difference = law, hook, case, world_size, difference
+        self.law = law
+        self.hook = hook
+        self.case = case
+        self.world_size = world_size
+        self.difference = difference
         lines = "\n".join(f"    {line}" for line in str(case).splitlines())
         super().__init__(f'{hook} violates the law "{law}". {LAWS[law]}\n{difference}\n{world_size} ranks:\n{lines}')
 
@@ -171,7 +175,9 @@ class _Check:
         self, make_state: Callable[[], Any], hook: Any, skip: Collection[str], world_size: int, time_limit: float
     ) -> None:
         self._kit = {"make_state": make_state, "hook": hook}
-        self._skip, self._world_size, self._time_limit = skip, world_size, time_limit
+        self._skip = skip
+        self._world_size = world_size
+        self._time_limit = time_limit
         try:
             described = _world(world_size).run(_laws.describe, make_state=make_state, limit=time_limit)
         except CaseFailed as failure:
