@@ -143,8 +143,8 @@ def check_tensor(
 def check_elements(entry: str, tensor: Tensor, is_good: Tensor, expected: str) -> None:
     """Raise ValueError if an element of ``is_good`` is False; the message shows that element of ``tensor``."""
     if not bool(is_good.all()):
-        place = (~is_good).nonzero()[0].tolist()
-        raise wrong(f"{entry}{place}" if place else entry, tensor[tuple(place)].item(), expected)
+        index = (~is_good).nonzero()[0].tolist()
+        raise wrong(f"{entry}{index}" if index else entry, tensor[tuple(index)].item(), expected)
 
 
 def checked_tensors(key: str, value: object) -> Iterator[tuple[str, Tensor]]:

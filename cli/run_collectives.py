@@ -151,11 +151,11 @@ class ScriptCollectives:
     def report(self) -> str:
         """The text that rank 0 prints at the end."""
         lines = [f"gradwire run: collectives of large tensors in {self.wire}"]
-        for place in dict.fromkeys(key[:2] for key in self.counts):
-            where, name = place
+        for call in dict.fromkeys(key[:2] for key in self.counts):
+            where, name = call
             lines.append(f"  {where}  {name}")
             for key, n_calls in self.counts.items():
-                if key[:2] == place:
+                if key[:2] == call:
                     shape, is_compressed = key[2:]
                     remedy = f": {NO_GRADIENT}; --call {Path(where).name} compresses it"
                     what = "compressed" if is_compressed else f"passed on{remedy}"

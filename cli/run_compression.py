@@ -69,7 +69,7 @@ class CompressedModel:
         self.n_steps = 0
         self.is_left_to_script = False  # whether the script compresses the gradients itself
         self.summary = ""  # what "auto" has chosen, and why
-        self.place = ""  # what `attach` has compressed
+        self.attached = ""  # what `attach` has compressed
         self.metrics: dict[str, list[float]] = {}  # values in the measured steps, by name
         self.step_seconds: list[float] = []  # of compressed steps outside of a comparison
         self.first_compressed, self._measure = start, measure
@@ -209,7 +209,7 @@ class ShardedCompression(CompressedModel):
         if self.is_left_to_script:
             return
         self._attachment = attachment = _attach(model, hook, start)
-        self._state, self.place, exchange = attachment.state, attachment.report, attachment.exchange
+        self._state, self.attached, exchange = attachment.state, attachment.report, attachment.exchange
         if self._state is None:
             self.first_compressed = 0
         self._compare()

@@ -41,7 +41,7 @@ def _lines(compression: CompressedModel) -> Iterator[str]:
         return
     if ranks == 1:
         yield "  one rank sends nothing; the bytes are those that each of several ranks would send"
-    yield from (f"  {line}" for line in (compression.place, compression.summary) if line)
+    yield from (f"  {line}" for line in (compression.attached, compression.summary) if line)
     if compression.step_seconds:
         yield f"  time of a step       {1e3 * statistics.median(compression.step_seconds):.3g} ms"
     yield from _exchange(compression)

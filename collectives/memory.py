@@ -267,10 +267,10 @@ def _checked(key: str, entry: object) -> Mapping[str, Any]:
     check_count("iter", entry["iter"])  # type: ignore[index]
     names, saved = set(_names_of(key)), entry[ERRORS]  # type: ignore[index]
     tensors: dict[str, Tensor] = {}
-    for place, tensor in checked_tensors(ERRORS, saved):
-        check_elements(place, tensor, tensor.isfinite(), "a finite number")
-        check_range(place, tensor)
-        tensors[place] = tensor
+    for name, tensor in checked_tensors(ERRORS, saved):
+        check_elements(name, tensor, tensor.isfinite(), "a finite number")
+        check_range(name, tensor)
+        tensors[name] = tensor
     if set(saved) != names:
         raise ValueError(
             f"The errors of {key!r} are of {', '.join(sorted(saved))}; expected {', '.join(sorted(names))}."

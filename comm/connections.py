@@ -239,15 +239,15 @@ class Connections:
         """Forget all exchanges: models whose last step did not finish are abandoned."""
         self._exchanging.clear()
 
-    def announce(self, reducer: int, place: str, text: str) -> None:
+    def announce(self, reducer: int, topic: str, text: str) -> None:
         """Tell the other ranks, in the store, where the reducer with this number waits."""
-        key = f"{self.generation}/{reducer}/{place}"
+        key = f"{self.generation}/{reducer}/{topic}"
         self._keys[key] = reducer
         self._requests.tell(lambda store: store.set(key, text))
 
-    def announced(self, reducer: int, place: str, wait: bool = False) -> str | None:
+    def announced(self, reducer: int, topic: str, wait: bool = False) -> str | None:
         """The text that a rank has announced; None if none has. With ``wait``, it has a moment to arrive."""
-        return self._read(f"{self.generation}/{reducer}/{place}", wait)
+        return self._read(f"{self.generation}/{reducer}/{topic}", wait)
 
     def failure_elsewhere(self, wait: bool = False) -> str | None:
         """Why another rank has left; None if none has. With ``wait``, its notice has a moment to arrive."""

@@ -30,7 +30,7 @@ class Plan:
 
     Args:
         record: records the launches in its context, given the handle of their stream.
-        place: index of the workspace of the recorded step, whose buffer the plan uses.
+        workspace_index: index of the workspace of the recorded step, whose buffer the plan uses.
         gradients: the tensors that the recorded step reads and writes, whose addresses may differ in later steps.
         refresh: replaces the addresses and numbers in device memory that the recorded step reads.
 
@@ -49,11 +49,11 @@ class Plan:
     def __init__(
         self,
         record: Callable[[int], AbstractContextManager[RecordedPart]],
-        place: int,
+        workspace_index: int,
         gradients: Sequence[Tensor],
         refresh: Callable[[], None],
     ) -> None:
-        self.place = place
+        self.workspace_index = workspace_index
         self.parts: list[tuple[Sequence[Callable[[], object]], Collective | None]] = []
         self.is_complete = False
         self.operator: str | None = None

@@ -50,13 +50,13 @@ class StreamExecutor(Executor):
                 tensor.record_stream(self._kernels)
 
     @property
-    def place(self) -> int:
+    def workspace_index(self) -> int:
         """Index of the workspace of the next task."""
         return self._n_submitted % MAX_TASKS_IN_FLIGHT
 
     def submit(self, task: Task, plan: Plan | None = None) -> Future[Any]:
-        """Queue a task; its future gets the result or the exception. ``plan``, for this `place`, records the task."""
-        future, workspace = Result(self, [self._device]), self.workspaces[self.place]
+        """Queue a task; its future gets the result or the exception. ``plan``, for this `workspace_index`, records the task."""
+        future, workspace = Result(self, [self._device]), self.workspaces[self.workspace_index]
         begin, name, value, on_error = task
         future.recorded = plan
         if plan is not None:
@@ -71,7 +71,7 @@ class StreamExecutor(Executor):
     def replay(
         self, plan: Plan, value: Tensor, refresh: Callable[[], None], takes_future: bool = False
     ) -> Result | Handle:
-        """Repeat a recorded task at the `place` of its plan, which is complete.
+        """Repeat a recorded task in the workspace of its plan, which is complete.
 
         Args:
             plan: the plan.
@@ -187,7 +187,7 @@ class StreamExecutor(Executor):
             collective = driver.advance() if plan is None else plan.advance(driver, self._kernels.cuda_stream)
             if collective is None:
                 if plan is not None:
-                    self.workspaces[plan.place].keep_buffer(plan)
+                    self.workspaces[plan.workspace_index].keep_buffer(plan)
                 flight.driver = None
                 if not isinstance(driver.result, Tensor):
                     flight.ended = self._kernels.record_event()

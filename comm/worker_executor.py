@@ -161,8 +161,10 @@ class WorkerExecutor(Executor):
                 self._take(self._events.get())
             if self._waiting and self._free:
                 task = self._waiting.popleft()
-                task.place = min(self._free)  # a bucket usually gets the same workspace in each step: cached views fit
-                self._free.remove(task.place)
+                task.workspace_index = min(
+                    self._free
+                )  # a bucket usually gets the same workspace in each step: cached views fit
+                self._free.remove(task.workspace_index)
                 self._in_flight.append(task)
                 self._step(task)
                 continue
@@ -171,7 +173,7 @@ class WorkerExecutor(Executor):
             task = self._in_flight[0]
             if task.complete is not None:
                 self._in_flight.popleft()
-                self._free.add(task.place)
+                self._free.add(task.workspace_index)
                 complete = task.complete
                 del task  # it holds gradients, and must not outlive its step
                 complete()
@@ -192,7 +194,9 @@ class WorkerExecutor(Executor):
             is_first = task.driver is None
             if task.driver is None:
                 begin, name, result, on_error = task.task
-                task.driver = Driver(begin(self.workspaces[task.place]), self.transport, name, result, on_error)
+                task.driver = Driver(
+                    begin(self.workspaces[task.workspace_index]), self.transport, name, result, on_error
+                )
             collective = task.driver.advance()
             if collective is None:
                 task.complete = partial(task.future.set_result, task.driver.result)
@@ -227,7 +231,7 @@ class WorkerTask:
         self.thread = threading.get_ident()  # the submitting one
         self.future: Future[Any] = Future()
         self.driver: Driver[Any] | None = None  # None before it starts
-        self.place = 0  # index of its workspace
+        self.workspace_index = 0
         self.works: list[dist.Work] = []  # works of the awaited collective; holding them keeps gloo's connections open
         self.messages: Future[Any] = Future()  # done when all messages are
         self.complete: Callable[[], None] | None = None  # completes the future; set once the task has ended

@@ -342,7 +342,7 @@ class LowRankBucket(BucketMemory):
         compressed = {i: shape for i, shape in enumerate(shapes) if shape is not None}
         self._shapes = list(compressed.values())
         # Of each matrix: index of its gradient, and there the first element; rows and columns.
-        self._places = [
+        self._positions = [
             (i, k * shape.rows * shape.columns, shape.rows, shape.columns)
             for i, shape in compressed.items()
             for k in range(shape.matrices)
@@ -437,12 +437,12 @@ class LowRankBucket(BucketMemory):
     def _addresses(self, tensors: Sequence[Tensor]) -> list[int]:
         """The addresses of `_matrices`."""
         nbytes = self.table.dtype.itemsize
-        return [tensors[i].data_ptr() + start * nbytes for i, start, _, _ in self._places]
+        return [tensors[i].data_ptr() + start * nbytes for i, start, _, _ in self._positions]
 
     def _matrices(self, tensors: Sequence[Tensor] | Mapping[int, Tensor]) -> list[Tensor]:
         """The matrices of the compressed parameters as views in memory order, n x m each."""
         matrices = []
-        for i, start, rows, columns in self._places:
+        for i, start, rows, columns in self._positions:
             tensor = tensors[i]
             matrices.append(tensor.as_strided((rows, columns), (columns, 1), tensor.storage_offset() + start))
         return matrices

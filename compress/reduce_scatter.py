@@ -128,13 +128,13 @@ class ScatterBucket:
         self.kernels = bound_quantization(device)
         self.counter = torch.zeros(1, dtype=torch.int64, device=device)
         self._runs: dict[WireFormat, list[tuple[int, int]]] = {}  # start and stop in a shard
-        self._places: dict[str, tuple[int, int, int]] = {}  # section, start in a shard's blocks of it, and length
+        self._positions: dict[str, tuple[int, int, int]] = {}  # section, start in a shard's blocks of it, and length
         at, block_size, latest = 0, options.block_size, None
         for name, length, wire in zip(names, lengths, formats, strict=True):
             runs = self._runs.setdefault(wire, [])
             start = runs.pop()[0] if wire == latest else at
             before = sum(-(-(stop - first) // block_size) for first, stop in runs) * block_size
-            self._places[name] = list(self._runs).index(wire), before + at - start, length
+            self._positions[name] = list(self._runs).index(wire), before + at - start, length
             runs.append((start, at + length))
             at, latest = at + length, wire
         flat = torch.empty(self.world_size * self.shard_numel, dtype=dtype, device=device)
@@ -185,7 +185,7 @@ class ScatterBucket:
         if self.errors is None:
             return {}
         rows = [part.view(self.world_size, -1) for part in self.errors.split(self._sizes)]
-        return {name: rows[i][:, start : start + length] for name, (i, start, length) in self._places.items()}
+        return {name: rows[i][:, start : start + length] for name, (i, start, length) in self._positions.items()}
 
     def raise_flag(self, message: Tensor) -> None:
         """Tell all ranks, in the headers of their cells, whether this rank's contribution is finite."""

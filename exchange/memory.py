@@ -291,10 +291,10 @@ class StateMemory:
     def check(self, saved: Mapping[str, Any]) -> None:
         """Raise ValueError unless the entries of a checkpoint are whole and fit the parameters known so far."""
         for entry, declared in self.declared.items():
-            for place, tensor in checked_tensors(entry, saved[entry]):
-                check_elements(place, tensor, tensor.isfinite(), "a finite number")
+            for name, tensor in checked_tensors(entry, saved[entry]):
+                check_elements(name, tensor, tensor.isfinite(), "a finite number")
                 if declared.dtype is not None:
-                    check_range(place, tensor)
+                    check_range(name, tensor)
         self._check_fits({entry: saved[entry] for entry in self.declared})
 
     def _check_fits(self, memory: MemoryByName) -> None:

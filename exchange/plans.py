@@ -46,7 +46,7 @@ MOST_IDLE_STEPS = 4  # then a workspace without its plan still shrinks before th
 
 
 class Plans:
-    """The recorded steps of one bucket, by variant, place and divisor.
+    """The recorded steps of one bucket, by variant, workspace and divisor.
 
     Attributes:
         settings: those of the hook that has taken the latest step in full; None before the first.
@@ -75,7 +75,7 @@ class Plans:
         if not can_replay or torch.cuda.is_current_stream_capturing():
             return None
         self.settings = settings
-        key = (settings._variant(number), executor.place, bucket.divisor)
+        key = (settings._variant(number), executor.workspace_index, bucket.divisor)
         agreement = settings.handshake.agreement(group, settings.hook_name)
         token = _Token(executor, agreement and agreement.token, memory, work.source.table, work.target.table)
         entry = self._entries.get(key)
@@ -89,7 +89,7 @@ class Plans:
         if entry.n_steps <= WARM_UP_STEPS or entry.plan is not None or entry.n_misfits == MOST_MISFITS:
             return None
         gradients = [*work.source.tensors, *work.target.tensors]
-        entry.plan = Plan(Recording, executor.place, gradients, partial(entry.refresh, work, number))
+        entry.plan = Plan(Recording, executor.workspace_index, gradients, partial(entry.refresh, work, number))
         return entry.plan
 
     def replay(self, bucket: Bucket, connections: Connections, number: int | None = None) -> Result | Handle | None:
@@ -105,7 +105,7 @@ class Plans:
             number = 0 if settings.steps is None else settings.steps.number(bucket.position)
         if settings._measurer(number) is not None:
             return None
-        entry = self._entries.get((settings._variant(number), executor.place, bucket.divisor))
+        entry = self._entries.get((settings._variant(number), executor.workspace_index, bucket.divisor))
         if entry is None or not entry.stands(settings, executor, bucket) or torch.cuda.is_current_stream_capturing():
             return None
         work = bucket.work(executor.transport, None if entry.token.memory is None else entry.token.memory.layout)

@@ -383,8 +383,8 @@ def sum_of_squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     present = [tensor for tensor in tensors if tensor.numel() > 0]
-    for place in {tensor.device for tensor in present}:
-        there = [tensor for tensor in present if tensor.device == place]
+    for device in {tensor.device for tensor in present}:
+        there = [tensor for tensor in present if tensor.device == device]
         dtype = torch.float32 if there[0].dtype.itemsize == 2 else None  # squares overflow in fp16
         norms = torch._foreach_norm(there, 2, dtype)
         total += torch.stack([norm.double() for norm in norms]).square().sum().to(device)

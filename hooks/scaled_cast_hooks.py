@@ -27,8 +27,8 @@ from gradwire.validation import (
 __all__ = ["ScaledCastState", "scaled_cast_hook"]
 
 
-class _Place(NamedTuple):
-    """The place of a bucket in its step, which the algorithm gets as the memory of the `Step`."""
+class _Turn(NamedTuple):
+    """The turn of a bucket in its step, which the algorithm gets as the memory of the `Step`."""
 
     is_last: bool
     closes_step: bool  # whether the step before has ended without its last bucket
@@ -130,10 +130,10 @@ class ScaledCastState(HookState):
         self._is_left_open |= self.steps.is_open
         super()._end_open_step()
 
-    def prepare(self, bucket: Bucket, names: tuple[str, ...], group: dist.ProcessGroup) -> "_Place":
+    def prepare(self, bucket: Bucket, names: tuple[str, ...], group: dist.ProcessGroup) -> "_Turn":
         """The bucket as the algorithm sees it; its scale is created on the stream or thread that uses it."""
         closes_step, self._is_left_open = self._is_left_open, False
-        return _Place(bucket.is_final, closes_step)
+        return _Turn(bucket.is_final, closes_step)
 
     def _bucket_scale(self, names: tuple[str, ...], device: torch.device) -> BucketScale:
         """The scale of a bucket. A new bucket starts from the smallest scale of its parameters."""

@@ -67,11 +67,11 @@ class ModelWatch:
             for name, parameter in self._module.named_parameters()
             if not parameter.requires_grad and name not in self._ignored
         ]
-        places: dict[Tensor, tuple[dict[str, Any], str]] = {}
+        owners: dict[Tensor, tuple[dict[str, Any], str]] = {}
         for part in self._module.modules():
-            places |= {each: (part._parameters, key) for key, each in part._parameters.items() if each is not None}
+            owners |= {each: (part._parameters, key) for key, each in part._parameters.items() if each is not None}
         # The dictionary of a module that has each averaged parameter, and its key there.
-        self._places = [places.get(each, ({}, "")) for each in self._averaged]
+        self._owners = [owners.get(each, ({}, "")) for each in self._averaged]
 
     def is_due(self) -> bool:
         """Count a forward; returns whether to call `find_unknown`."""
@@ -83,7 +83,7 @@ class ModelWatch:
     def are_replaced(self, indices: Iterable[int]) -> bool:
         """Whether any of these averaged parameters is no longer where `find_unknown` has seen it: call it again."""
         for index in indices:
-            table, key = self._places[index]
+            table, key = self._owners[index]
             if table.get(key) is not self._averaged[index]:
                 return True
         return False

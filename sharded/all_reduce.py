@@ -202,17 +202,17 @@ class ReplicaAverage:
         if bucket is None or not is_whole or not (is_mean or operation == dist.ReduceOp.SUM):
             exchange.wait()  # FSDP2 may add to the gradients
             return None
-        place = exchange.begin_average(self._group)
+        turn = exchange.begin_average(self._group)
         name = f"all-reduce of {self._group} by {name_of(self._hook)}"
-        exchange.attempt(self.replicas, name, partial(self._start, name, bucket, flat, place, is_mean))
+        exchange.attempt(self.replicas, name, partial(self._start, name, bucket, flat, turn, is_mean))
         if has_streams(flat.device) or not is_mean or self._group.is_read_in_backward(flat.dtype):
             exchange.wait()
         if not is_mean:
             flat.mul_(self.replicas.size())
         return Done()
 
-    def _start(self, name: str, bucket: ShardBucket, flat: Tensor, place: tuple[int, bool], is_mean: bool) -> None:
-        bucket.collect(flat, *place, self._is_zero_copy)
+    def _start(self, name: str, bucket: ShardBucket, flat: Tensor, turn: tuple[int, bool], is_mean: bool) -> None:
+        bucket.collect(flat, *turn, self._is_zero_copy)
         try:
             future = self._hook(self._state, bucket)  # type: ignore[arg-type]
         except BaseException:

@@ -59,8 +59,8 @@ def _exchange(shots: Sequence[AllToAll | AllGather], n_others: int) -> None:
         if shot.part is not None:
             peers = [peer for peer, n in enumerate(shot.part.splits) if n]
             period = len(peers) if shot.part.is_in_node or len(peers) == 1 else peers[1] - peers[0]
-        place = peers.index(rank)
-        sources = torch.stack([each.source[:, place] if isinstance(each, AllToAll) else each.source for each in shots])
+        member = peers.index(rank)
+        sources = torch.stack([each.source[:, member] if isinstance(each, AllToAll) else each.source for each in shots])
         # The others send what the last rank with their place on the node sends.
         senders = [peer - max(0, -(-(peer - len(shots) + 1) // period)) * period for peer in peers]
         if min(senders) < 0:

@@ -236,8 +236,8 @@ def replay_steps(checker, missing=None, fails_at=None, takes_future=False):
             for k, gradient in enumerate(gradients):
                 gradient.mul_(2)  # the backward, in the main stream
                 if step == 0:
-                    plan = Plan(Recording, executor.place, [gradient], lambda: None)
-                    begin = partial(task, buffer=buffers[executor.place], gradient=gradient)
+                    plan = Plan(Recording, executor.workspace_index, [gradient], lambda: None)
+                    begin = partial(task, buffer=buffers[executor.workspace_index], gradient=gradient)
                     flights.append(executor.submit(Task(begin), plan))
                     plans.append(plan)
                 else:
@@ -289,7 +289,7 @@ def test_full_task_after_a_replayed_one_leaves_the_callers_stream_current():
         async def task(_):
             await executor.transport.all_reduce(tensor)
 
-        plan = Plan(Recording, executor.place, [], lambda: None)
+        plan = Plan(Recording, executor.workspace_index, [], lambda: None)
         executor.submit(Task(task), plan)
         executor.finish()
         executor.replay(plan, tensor, lambda: None)
