@@ -55,7 +55,7 @@ class StreamExecutor(Executor):
         return self._n_submitted % MAX_TASKS_IN_FLIGHT
 
     def submit(self, task: Task, plan: Plan | None = None) -> Future[Any]:
-        """Queue a task; its future gets the result or the exception. ``plan``, for this `workspace_index`, records the task."""
+        """Queue a task; its future gets the result or the exception. ``plan``, for this workspace, records the task."""
         future, workspace = Result(self, [self._device]), self.workspaces[self.workspace_index]
         begin, name, value, on_error = task
         future.recorded = plan

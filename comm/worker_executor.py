@@ -161,9 +161,8 @@ class WorkerExecutor(Executor):
                 self._take(self._events.get())
             if self._waiting and self._free:
                 task = self._waiting.popleft()
-                task.workspace_index = min(
-                    self._free
-                )  # a bucket usually gets the same workspace in each step: cached views fit
+                # A bucket usually gets the same workspace in each step: cached views fit.
+                task.workspace_index = min(self._free)
                 self._free.remove(task.workspace_index)
                 self._in_flight.append(task)
                 self._step(task)
