@@ -21,6 +21,7 @@ from gradwire.comm.torch_internals import default_group, is_initialized_group
 from gradwire.compress import WirePolicy
 from gradwire.exchange.handshake import digest
 from gradwire.exchange.hook_state import STATE_DICT_TIMEOUT
+from gradwire.exchange.memory import StateDict
 from gradwire.kernels import WIRE_FORMATS
 from gradwire.validation import (
     check_count,
@@ -82,7 +83,7 @@ class Memory:
 
     # Checkpoints.
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """The errors of all ranks as plain CPU tensors, equal on all ranks. A collective call, between two steps.
 
         It can be loaded on any world size. An error is what the results of the calls so far lack: the mean over the
@@ -221,7 +222,7 @@ class _Used:
         self.origin = _origin(saved)
         self.n_calls = 0
 
-    def merged(self, group: dist.ProcessGroup) -> dict[str, Any]:
+    def merged(self, group: dist.ProcessGroup) -> StateDict:
         """The entry of a checkpoint. A collective call."""
         compressor = self.compressor
         errors = sorted(compressor.errors().items())

@@ -31,7 +31,7 @@ from gradwire.compress.memory import BucketMemory, Memory, MemoryByName
 from gradwire.exchange.bucket import Bucket, GradBucket
 from gradwire.exchange.compilation import EarlyCompilation
 from gradwire.exchange.decorators import ddp_hook, described, zero_copy
-from gradwire.exchange.memory import Scaler, StateMemory
+from gradwire.exchange.memory import Scaler, StateDict, StateMemory
 from gradwire.exchange.names import ParameterNames, check_patterns
 from gradwire.exchange.plans import replayed
 from gradwire.exchange.reduction import reduce_bucket
@@ -163,7 +163,7 @@ class HookState(HookSettings):
         self._applied: dict[str, object] | None = None  # settings for which the buckets were made
         self._patterns_match = False  # whether every name pattern in the options is known to match a parameter
         self._compilation = EarlyCompilation()
-        self._prepared_checkpoint: dict[str, Any] | None = None  # the result of `state_dict` until the next step
+        self._prepared_checkpoint: StateDict | None = None  # the result of `state_dict` until the next step
 
     def __repr__(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in option_values(self.options).items())
@@ -406,7 +406,7 @@ class HookState(HookSettings):
         self._prepared_checkpoint = None
         self._prepared_checkpoint = self._collected("prepare_checkpoint()", PREPARE_TIMEOUT)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """The state as plain CPU tensors and numbers, for ``torch.load(weights_only=True)``.
 
         A collective call: every rank must make it, between two steps. The result is equal on all ranks. Between
@@ -433,7 +433,7 @@ class HookState(HookSettings):
                 "state.state_dict() where you save."
             ) from error
 
-    def merge_shards(self, saved: dict[str, Any], shards: Sequence[dist.ProcessGroup]) -> dict[str, Any]:
+    def merge_shards(self, saved: StateDict, shards: Sequence[dist.ProcessGroup]) -> StateDict:
         """Merge the entries of a `state_dict` that have no shape over the shards of a model. A collective call.
 
         Raises:
@@ -444,7 +444,7 @@ class HookState(HookSettings):
             "state.state_dict() of every rank in a separate file, and resume with the same mesh."
         )
 
-    def _collected(self, call: str, timeout: timedelta) -> dict[str, Any]:
+    def _collected(self, call: str, timeout: timedelta) -> StateDict:
         """A new `state_dict`, once every rank has made the same call."""
         kind, group = type(self).__name__, self._group
         self.names.search()
@@ -496,23 +496,23 @@ class HookState(HookSettings):
         """The number of steps; after a load also numbers of tensors, and digests of those equal on all ranks."""
         return {"iter": self.iter, **(self.memory.loaded_facts() if self.handshake.is_loaded_anew else {})}
 
-    def replicated_state(self) -> dict[str, Any]:
+    def replicated_state(self) -> StateDict:
         """The part of the state that is equal on all ranks: numbers and tensors, in dictionaries with string keys."""
         return {"iter": self.iter, **self._counts, **self.memory.replicated()}
 
-    def load_replicated_state(self, replicated: dict[str, Any]) -> None:
+    def load_replicated_state(self, replicated: StateDict) -> None:
         """Continue from the `replicated_state` of another rank; keep this rank's error memory."""
         self.memory.restore(replicated)
         self._restored(replicated)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         """For pickling: options and this rank's memory, without the process group, as in PyTorch's hook states."""
         self.memory.match_scale()
         own = {entry: self.memory.trained(entry) for entry in self.memory.declared}
         memory = {"iter": self.iter, **own, **self._counts}
         return {"options": option_values(self.options), "memory": memory, "loaded": self.memory.loaded}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: StateDict) -> None:
         known = signature(type(self)).parameters  # pickles of earlier versions may have others
         self.__init__(None, **{name: value for name, value in state["options"].items() if name in known})  # type: ignore[misc]
         memory, loaded = state["memory"], state.get("loaded", {})  # pickles of earlier versions may lack "loaded"

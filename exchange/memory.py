@@ -21,6 +21,8 @@ from gradwire.validation import check_elements, check_memory_shape, check_range,
 
 ERRORS = "errors"  # the entry with error memory
 
+StateDict = dict[str, Any]  # a checkpoint, or a part of it: numbers and tensors in nested dictionaries with string keys
+
 _REMEDY = (
     "Gradients and errors of different scales would be added up. Load the state of the gradient scaler on every rank, "
     "and call state.follow_scaler(scaler) on every rank. A rank without inputs left in join() does not update its "

@@ -5,7 +5,6 @@ then cast, in one pass: gradients of 1e5 and 0 on two ranks give 5e4, not inf.
 """
 
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from gradwire.compress import cast_all_reduce
 from gradwire.exchange.bucket import Bucket, GradBucket, tensor_in
 from gradwire.exchange.decorators import CommHook, ddp_hook, replayable, zero_copy
+from gradwire.exchange.memory import StateDict
 from gradwire.exchange.plans import replayed
 from gradwire.exchange.reduction import all_reduce_on_cpu, check_local_size, quantized_reduction, reduce_bucket
 from gradwire.exchange.settings import HookSettings, settings_of
@@ -69,11 +69,11 @@ class CastState(HookSettings):
     def __repr__(self) -> str:
         return f"{type(self).__name__}(accumulate={self.accumulate!r}, local_size={self.local_size!r})"
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         """For pickling: the options, without the process group."""
         return {"accumulate": self.accumulate, "local_size": self.local_size}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: StateDict) -> None:
         self.__init__(None, **state)  # type: ignore[misc]
 
     def _compared_options(self) -> dict[str, object]:

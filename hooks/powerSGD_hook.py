@@ -31,7 +31,7 @@ from gradwire.compress.powersgd import check_factors, check_size_of_factors
 from gradwire.exchange.bucket import Bucket, GradBucket
 from gradwire.exchange.decorators import ddp_hook, replayable
 from gradwire.exchange.hook_state import HookState, Memory, Step, hook_for
-from gradwire.exchange.memory import ERRORS
+from gradwire.exchange.memory import ERRORS, StateDict
 from gradwire.kernels import WIRE_FORMATS, as_real, compute_dtype, gradient_layout, layout_in_dtype
 from gradwire.validation import (
     MAX_COUNT,
@@ -371,11 +371,11 @@ class PowerSGDState(HookState):
         """False: `_initialize` has allocated every entry."""
         return False
 
-    def replicated_state(self) -> dict[str, Any]:
+    def replicated_state(self) -> StateDict:
         """The hook, which a state learns in its first step, and the factors; see `HookState.replicated_state`."""
         return {"hook": self.hook_name, **super().replicated_state()}
 
-    def load_replicated_state(self, replicated: dict[str, Any]) -> None:
+    def load_replicated_state(self, replicated: StateDict) -> None:
         """Continue with hook and factors of another rank; see `HookState.load_replicated_state`."""
         self.hook_name = replicated["hook"]
         super().load_replicated_state(replicated)

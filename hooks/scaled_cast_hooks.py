@@ -12,6 +12,7 @@ from gradwire.compress import BucketScale, DelayedScaling, scaled_cast_all_reduc
 from gradwire.compress.scaled_cast import MAX_MARGIN
 from gradwire.exchange.bucket import Bucket, GradBucket
 from gradwire.exchange.hook_state import HookState, Step, hook_for
+from gradwire.exchange.memory import StateDict
 from gradwire.exchange.telemetry import HostCopy
 from gradwire.kernels import MAX_EXPONENT, is_capturing
 from gradwire.validation import (
@@ -152,7 +153,7 @@ class ScaledCastState(HookState):
     def prepare_checkpoint(self) -> None:
         """Do nothing: `state_dict` is no collective call."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Step count, scales and counters as plain numbers and tensors, for ``torch.load(weights_only=True)``.
 
         Scales are equal on all ranks and fit any world size; element counts are this rank's. Parameters without a scale
@@ -165,7 +166,7 @@ class ScaledCastState(HookState):
         self.names.require("A checkpoint of a ScaledCastState")
         return self._entries()
 
-    def _entries(self) -> dict[str, Any]:
+    def _entries(self) -> StateDict:
         first = torch.zeros(2, dtype=torch.int32)  # as in `_bucket_scale`
         names = sorted({*self.names.known(), *self._exponents})
         exponents = [self._exponents.get(name, first).cpu() for name in names]
@@ -194,7 +195,7 @@ class ScaledCastState(HookState):
         self._is_left_open = False
         self.iter = state_dict.get("iter", 0)
 
-    def merge_shards(self, saved: dict[str, Any], shards: Sequence[dist.ProcessGroup]) -> dict[str, Any]:
+    def merge_shards(self, saved: StateDict, shards: Sequence[dist.ProcessGroup]) -> StateDict:
         """Take the smallest scale of all shards of a parameter; see `HookState.merge_shards`."""
         has_scale = torch.tensor([[name in self._exponents] for name in saved["names"]])
         exponents = saved["exponents"].where(has_scale, MAX_EXPONENT)
@@ -206,13 +207,13 @@ class ScaledCastState(HookState):
         exponents = exponents.where(exponents[:, 1:] <= 1, 0).cpu()
         return {**saved, "exponents": exponents}
 
-    def replicated_state(self) -> dict[str, Any]:
+    def replicated_state(self) -> StateDict:
         """Step count, scales and the number of skipped steps; see `HookState.replicated_state`."""
         state = self.state_dict()
         state["counters"][[0, 1, 3]] = 0  # this rank's elements, and the step in progress
         return state
 
-    def load_replicated_state(self, replicated: dict[str, Any]) -> None:
+    def load_replicated_state(self, replicated: StateDict) -> None:
         """Take step count, scales and number of skipped steps from another rank; keep this rank's element counts."""
         counters = replicated["counters"].clone()
         counters[:2] = self._counters[:2]
@@ -220,11 +221,11 @@ class ScaledCastState(HookState):
         self.load_state_dict({**replicated, "counters": counters})
         self._n_seen = n_seen
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> StateDict:
         """For pickling: options and `state_dict`, without the process group, as in PyTorch's hook states."""
         return {"scaling": self.options, "state": self._entries()}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: StateDict) -> None:
         self.__init__()  # type: ignore[misc]
         self.options = state["scaling"]
         self.load_state_dict(state["state"])

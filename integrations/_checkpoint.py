@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.stateful import Stateful
 
+from gradwire.exchange.memory import StateDict
 from gradwire.hooks.by_name import hook_named
 from gradwire.integrations._attach import attach, find_ddp, follow_scaler, state_and_hook
 from gradwire.sharded import Attachment, ReduceScatterOptions
@@ -64,7 +65,7 @@ class Compression:
         return isinstance(state, Stateful) or (isinstance(within, ReduceScatterOptions) and within.keeps_errors)
 
 
-def collect_state(state: object) -> dict[str, Any]:
+def collect_state(state: object) -> StateDict:
     """The state dict of a hook's state, equal on all ranks; empty if there is nothing to save.
 
     A collective call: every rank must make it, between two steps.

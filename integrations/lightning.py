@@ -15,6 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from gradwire.exchange.memory import StateDict
 from gradwire.hooks.by_name import NONE
 from gradwire.integrations._attach import attach, follow_scaler, is_given, state_and_hook, take_options
 from gradwire.integrations._checkpoint import KEY, Compression, collect_state, load_shards, restore_state, save_shards
@@ -159,9 +160,9 @@ class GradwireModelParallelStrategy(ModelParallelStrategy):
         if is_complete and self.attachment is not None and self._compression.has_memory:
             save_shards(self.attachment, Path(self.broadcast(filepath)))
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> StateDict:
         """Load the model, the optimizers and the hook's memory. A collective call."""
-        loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+        loaded: StateDict = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
         if self.attachment is not None and self._compression.has_memory:
             load_shards(self.attachment, Path(self.broadcast(checkpoint_path)))
         return loaded

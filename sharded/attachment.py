@@ -19,6 +19,7 @@ from gradwire.comm.store_collectives import gather_json
 from gradwire.compress.policy import wire_name
 from gradwire.exchange.decorators import CommHook, described, name_of
 from gradwire.exchange.hook_state import HookState, option_values
+from gradwire.exchange.memory import StateDict
 from gradwire.exchange.names import check_patterns
 from gradwire.exchange.settings import HookSettings, check_pairing, in_group
 from gradwire.hooks.by_name import (
@@ -109,7 +110,7 @@ class Attachment:
         """Bytes of the error memory of the reduce-scatter on this rank, which is allocated in the first backward."""
         return sum(each.error_bytes for each in self._with_errors)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """The state of the hook, for ``torch.distributed.checkpoint``. A collective call: every rank must make it.
 
         Memory in the shapes of the gradients is sharded like the parameters (`DTensor`), so that it can be loaded with
@@ -121,7 +122,7 @@ class Attachment:
         Raises:
             NotImplementedError: the state has entries that fit one number of shards only, or is no `HookState`.
         """
-        saved: dict[str, Any] = self.state.state_dict() if isinstance(self.state, Stateful) else {}
+        saved: StateDict = self.state.state_dict() if isinstance(self.state, Stateful) else {}
         if self.exchange is None:
             return saved
         return checkpoint.save(self.state, saved, self._groups, self._with_errors)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from gradwire.exchange.hook_state import HookState
+from gradwire.exchange.memory import StateDict
 from gradwire.sharded.reduce_scatter import QuantizedReduceScatter
 from gradwire.sharded.torch_internals import ParameterGroup
 from gradwire.validation import check_elements, check_entries, check_tensor
@@ -22,10 +23,10 @@ WITHIN = "within"  # the entry with the errors of the reduce-scatter
 
 def save(
     state: Any,
-    saved: dict[str, Any],
+    saved: StateDict,
     groups: Sequence[ParameterGroup],
     reduce_scatters: Sequence[QuantizedReduceScatter],
-) -> dict[str, Any]:
+) -> StateDict:
     """The entries ``saved`` of a hook's state, sharded, and the errors of the reduce-scatters. A collective call."""
     if saved and not isinstance(state, HookState):
         raise NotImplementedError(f"The state is a {type(state).__name__}; only a HookState can be sharded.")
@@ -37,7 +38,7 @@ def save(
     return saved
 
 
-def _sharded_entries(state: HookState, saved: dict[str, Any], groups: Sequence[ParameterGroup]) -> dict[str, Any]:
+def _sharded_entries(state: HookState, saved: StateDict, groups: Sequence[ParameterGroup]) -> StateDict:
     memory = state.memory.declared
     entries = [entry for entry in saved if not isinstance(saved[entry], int)]
     if not memory and entries:
@@ -57,14 +58,14 @@ def load(
     reduce_scatters: Sequence[QuantizedReduceScatter],
 ) -> None:
     """Continue from the result of `save`; raises ValueError, before anything is modified, if it does not fit."""
-    within: dict[str, Any] = {}
+    within: StateDict = {}
     if reduce_scatters:
         within = _local_shards(saved, WITHIN)
         for name, parameter in _trainable(groups):
             check_tensor(f"within[{name!r}]", within.get(name), (torch.float32,), tuple(parameter.sharded_size))
             check_elements(f"within[{name!r}]", within[name], within[name].isfinite(), "a finite number")
     if isinstance(state, HookState):
-        loaded: dict[str, Any] = {entry: {} for entry in state.memory.declared} | state._counts
+        loaded: StateDict = {entry: {} for entry in state.memory.declared} | state._counts
         compressed = set(state.names.compressible().values())  # others have zeros in a checkpoint
         for entry, value in saved.items():
             if entry in state.memory.declared:
@@ -101,7 +102,7 @@ def _as_shards(tensors: Mapping[str, Tensor], groups: Sequence[ParameterGroup]) 
     return shards
 
 
-def _local_shards(state_dict: Mapping[str, Any], entry: str) -> dict[str, Any]:
+def _local_shards(state_dict: Mapping[str, Any], entry: str) -> StateDict:
     """This rank's shards of an entry of a checkpoint, by parameter name."""
     check_entries(state_dict, "Attachment", (entry,))
     return {name: each.to_local() if isinstance(each, DTensor) else each for name, each in state_dict[entry].items()}

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.exchange.hook_state import HookState
+from gradwire.exchange.memory import StateDict
 from gradwire.hooks.default_hooks import allreduce_hook
 from gradwire.testing._bits import differences
 from gradwire.testing._cases import GRADWIRE, PYTORCH, WRAPPERS, Case, Training
@@ -78,7 +79,7 @@ def save(case: Case, start: int, make_state: Callable[[], Any], hook: Any) -> tu
 
 def resume(
     case: Case, first: int, checkpoint: bytes, make_state: Callable[[], Any], hook: Any
-) -> tuple[dict[str, Any], NamedGradients, dict[str, Tensor]]:
+) -> tuple[StateDict, NamedGradients, dict[str, Tensor]]:
     """The checkpoint of a state that has just loaded one, the gradients of further steps, and the errors after them."""
     state = make_state()
     training = Training(case, case.wrapper, dist.get_rank(), state, hook)
@@ -128,7 +129,7 @@ def errors_of(saved: Mapping[str, Any]) -> dict[str, Tensor]:
     return errors
 
 
-def without_errors(saved: Mapping[str, Any]) -> dict[str, Any]:
+def without_errors(saved: Mapping[str, Any]) -> StateDict:
     rest = {key: value for key, value in saved.items() if key != "errors"}
     return {key: without_errors(value) if isinstance(value, Mapping) else value for key, value in rest.items()}
 
@@ -271,7 +272,7 @@ def after_resume(
     case: Case,
     first: int,
     checkpoint: bytes,
-    results: Sequence[tuple[dict[str, Any], NamedGradients, dict[str, Tensor]]],
+    results: Sequence[tuple[StateDict, NamedGradients, dict[str, Tensor]]],
 ) -> Iterator[Violation]:
     if text := rank_differences(results):
         yield "checkpoints resume", f"after the load, {text}"
