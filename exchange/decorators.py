@@ -120,6 +120,6 @@ def ddp_hook(*kinds: type, wrapped: Callable[..., Any] | None = None) -> Callabl
     return decorate
 
 
-def is_gradwire_hook(hook: Callable[..., Any]) -> bool:
+def is_gradwire_hook(hook: Callable[..., object]) -> bool:
     """Whether ``hook`` is one of gradwire's, or a 16-bit wrapper of one."""
     return _is_among(hook, _gradwire_hooks)

@@ -7,7 +7,7 @@ import atexit
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from inspect import signature
 from typing import Any
 
@@ -19,7 +19,7 @@ from gradwire.comm.connections import Connections
 from gradwire.comm.forks import in_this_process
 from gradwire.comm.torch_internals import default_group, is_initialized_group
 from gradwire.exchange.bucket import Bucket, BucketOrder
-from gradwire.exchange.decorators import by_name, check_process_group, is_gradwire_hook, name_of
+from gradwire.exchange.decorators import CommHook, by_name, check_process_group, is_gradwire_hook, name_of
 from gradwire.exchange.handshake import Handshake, check_same_ranks
 from gradwire.exchange.memory import StateMemory
 from gradwire.exchange.names import ParameterNames, registered_wrappers
@@ -194,7 +194,7 @@ def _stop_at_exit(state: weakref.ref[HookSettings]) -> None:
         observed.stop_observing()
 
 
-def check_pairing(state: object, hook: Callable[..., Any]) -> None:
+def check_pairing(state: object, hook: CommHook) -> None:
     """Raise TypeError for a hook of PyTorch's with a state of gradwire's."""
     module = getattr(hook, "__module__", None) or ""
     if module.startswith(_PYTORCHS_HOOKS) and isinstance(state, HookSettings):
@@ -210,7 +210,7 @@ def follow_model(state: HookSettings, group: dist.ProcessGroup) -> None:
     state.process_group, state._follows_model = group, True
 
 
-def in_group(state: Any, hook: Callable[..., Any], group: dist.ProcessGroup) -> Any:
+def in_group(state: Any, hook: CommHook, group: dist.ProcessGroup) -> Any:
     """The state to call a registered hook with, so that it averages over ``group``, the ranks of its model.
 
     A state without a process group takes ``group``, and so does one with another group of the same ranks: all of a

@@ -1,7 +1,7 @@
 """Compress the gradients of a model that a trainer has wrapped."""
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from inspect import signature
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from gradwire import sharded
+from gradwire.exchange.decorators import CommHook
 from gradwire.exchange.hook_state import HookState
 from gradwire.hooks.by_name import NONE, hook_named, name_from_environment
 
@@ -46,7 +47,7 @@ def take_options(state: object, options: dict[str, Any]) -> dict[str, Any]:
     return {name: options.pop(name) for name in names if name in options}
 
 
-def state_and_hook(state: Any, hook: Callable[..., Any] | None, options: Mapping[str, Any]) -> tuple[Any, Any]:
+def state_and_hook(state: Any, hook: CommHook | None, options: Mapping[str, Any]) -> tuple[Any, Any]:
     """The state and the hook that a name stands for; "none" and other arguments as they are.
 
     Trainers call it before they wrap a model, so that it raises then what `attach` would raise about these arguments.
@@ -74,7 +75,7 @@ def is_given(state: object, hook: object) -> bool:
 def attach(
     model: nn.Module,
     state: Any = None,
-    hook: Callable[..., Any] | None = None,
+    hook: CommHook | None = None,
     *,
     within: str | sharded.ReduceScatterOptions | None = None,
     **options: Any,
@@ -131,7 +132,7 @@ def attach(
     return sharded.attach(ddp or model, state, hook, within=within, **options)
 
 
-def _description(state: Any, hook: Callable[..., Any] | None, within: object) -> str:
+def _description(state: Any, hook: CommHook | None, within: object) -> str:
     """What compresses, for a warning."""
     if hook is not None:
         return str(getattr(hook, "__name__", "The hook"))

@@ -1,7 +1,7 @@
 """Save and load the state of a hook in a trainer's checkpoints."""
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.stateful import Stateful
 
+from gradwire.exchange.decorators import CommHook
 from gradwire.exchange.memory import StateDict
 from gradwire.hooks.by_name import hook_named
 from gradwire.integrations._attach import attach, find_ddp, follow_scaler, state_and_hook
@@ -32,7 +33,7 @@ class Compression:
     def __init__(
         self,
         state: Any,
-        hook: Callable[..., Any] | None,
+        hook: CommHook | None,
         within: str | ReduceScatterOptions | None,
         options: Mapping[str, Any],
     ) -> None:

@@ -3,12 +3,12 @@
 Needs the package ``accelerate``.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 from accelerate import Accelerator
 from torch import nn
 
+from gradwire.exchange.decorators import CommHook
 from gradwire.integrations._attach import find_ddp
 from gradwire.integrations._checkpoint import Compression, load_shards, save_shards
 from gradwire.reducer import DistributedDataParallel
@@ -21,7 +21,7 @@ def attach(
     accelerator: Accelerator,
     model: nn.Module,
     state: Any = None,
-    hook: Callable[..., Any] | None = None,
+    hook: CommHook | None = None,
     *,
     within: str | ReduceScatterOptions | None = None,
     **options: Any,

@@ -3,7 +3,6 @@
 Needs the package ``lightning``.
 """
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,6 +11,7 @@ from lightning.fabric.strategies import DDPStrategy
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from gradwire.exchange.decorators import CommHook
 from gradwire.integrations._attach import attach, follow_scaler, is_given, state_and_hook, take_options
 from gradwire.integrations._checkpoint import KEY, collect_state, restore_state
 from gradwire.reducer import DistributedDataParallel
@@ -46,7 +46,7 @@ class GradwireStrategy(DDPStrategy):
         >>> fabric.save(path, {"model": model, "optimizer": optimizer})
     """
 
-    def __init__(self, state: Any = None, hook: Callable[..., Any] | None = None, **options: Any) -> None:
+    def __init__(self, state: Any = None, hook: CommHook | None = None, **options: Any) -> None:
         self._state = state
         self._hook = hook
         self._options = take_options(state, options)

@@ -15,6 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from gradwire.exchange.decorators import CommHook
 from gradwire.exchange.memory import StateDict
 from gradwire.hooks.by_name import NONE
 from gradwire.integrations._attach import attach, follow_scaler, is_given, state_and_hook, take_options
@@ -59,7 +60,7 @@ class GradwireStrategy(DDPStrategy):
     def __init__(
         self,
         ddp_comm_state: Any = None,
-        ddp_comm_hook: Callable[..., Any] | None = None,
+        ddp_comm_hook: CommHook | None = None,
         ddp_comm_wrapper: Callable[..., Any] | None = None,
         *,
         ddp_class: type[TorchDDP] = DistributedDataParallel,
@@ -129,7 +130,7 @@ class GradwireModelParallelStrategy(ModelParallelStrategy):
     def __init__(
         self,
         state: Any = None,
-        hook: Callable[..., Any] | None = None,
+        hook: CommHook | None = None,
         *,
         within: str | ReduceScatterOptions | None = None,
         **options: Any,

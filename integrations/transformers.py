@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainerCallback
 
+from gradwire.exchange.decorators import CommHook
 from gradwire.integrations._attach import find_ddp
 from gradwire.integrations._checkpoint import Compression, collect_state, load_shards, restore_state, save_shards
 from gradwire.sharded import Attachment, ReduceScatterOptions
@@ -52,7 +53,7 @@ class GradwireCallback(TrainerCallback):
         self,
         trainer: Trainer,
         state: Any = None,
-        hook: Callable[..., Any] | None = None,
+        hook: CommHook | None = None,
         *,
         within: str | ReduceScatterOptions | None = None,
         **options: Any,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from numbers import Real
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gradwire.exchange.bucket import GradBucket
-from gradwire.exchange.decorators import check_process_group
+from gradwire.exchange.decorators import CommHook, check_process_group
 from gradwire.reducer import torch_internals
 
 
@@ -95,7 +95,7 @@ def check_bucket_size(name: str, size: object) -> None:
         raise ValueError(f"{name} is {size!r}; {expectation}.")
 
 
-def check_comm_hook(state: object, hook: Callable[..., Any]) -> None:
+def check_comm_hook(state: object, hook: CommHook) -> None:
     """Raise TypeError or ValueError, with PyTorch's messages, unless ``hook`` has a communication hook's signature."""
     if callable(state) and not callable(hook):
         raise TypeError(

@@ -20,7 +20,7 @@ from torch.distributed.algorithms.join import JoinHook
 from gradwire.comm import GroupTransport
 from gradwire.comm.connections import connections_of
 from gradwire.comm.shared_facts import UNKNOWN
-from gradwire.exchange.decorators import name_of
+from gradwire.exchange.decorators import CommHook, name_of
 from gradwire.exchange.hook_state import HookState
 from gradwire.hooks import default_hooks
 from gradwire.hooks.by_name import (
@@ -262,7 +262,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         """
         self.reducer.finalize_backward()
 
-    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+    def register_comm_hook(self, state: object, hook: CommHook) -> None:
         """Reduce the gradients of every bucket with ``hook(state, bucket)`` instead of the plain all-reduce.
 
         Replaces the hook of the environment variable ``GRADWIRE_HOOK``, with a warning.
@@ -476,7 +476,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             self._install_comm_hook(hook_state, hook)
         self.reducer.set_finalized_by_caller(self.require_manual_backward_finalization)
 
-    def _install_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+    def _install_comm_hook(self, state: object, hook: CommHook) -> None:
         if isinstance(state, HookState):
             state.bind(self.module)
         self.reducer.register_comm_hook(state, hook)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -144,7 +144,7 @@ class Attachment:
 def attach(
     model: nn.Module,
     state: Any = None,
-    hook: Callable[..., Any] | None = None,
+    hook: CommHook | None = None,
     *,
     within: str | ReduceScatterOptions | None = None,
     **options: Any,
@@ -227,7 +227,7 @@ def _check_has_no_hook(model: TorchDDP) -> None:
         )
 
 
-def _ddp_attachment(model: TorchDDP, state: Any, hook: Callable[..., Any], name: str) -> Attachment:
+def _ddp_attachment(model: TorchDDP, state: Any, hook: CommHook, name: str) -> Attachment:
     return Attachment(state, f"{name}{name_of(hook)} compresses the all-reduce of {type(model).__name__}")
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from gradwire.exchange.decorators import CommHook
 from gradwire.reducer import DistributedDataParallel
 
 PYTORCH, GRADWIRE = "PyTorch's DDP", "gradwire's DDP"
@@ -133,9 +134,7 @@ class Training:
     DDP.
     """
 
-    def __init__(
-        self, case: Case, wrapper: str, rank: int, state: Any, hook: Callable[..., Any] | None, **options: Any
-    ) -> None:
+    def __init__(self, case: Case, wrapper: str, rank: int, state: Any, hook: CommHook | None, **options: Any) -> None:
         self._case, self._rank = case, rank
         self.module: nn.Module = Model(case)
         options |= {"bucket_cap_mb": case.bucket_cap_mb, "gradient_as_bucket_view": case.gradient_as_bucket_view}
@@ -161,7 +160,7 @@ class Training:
         return [self.step(number) for number in steps]
 
 
-def plainly_named(hook: Callable[..., Any]) -> Callable[..., Any]:
+def plainly_named(hook: CommHook) -> Callable[..., Any]:
     """``hook`` under a name that PyTorch's DDP does not look up in its list of hooks that need NCCL."""
 
     def plain_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]

@@ -13,6 +13,7 @@ import hypothesis
 from hypothesis import strategies as st
 
 from gradwire.comm.forks import in_this_process
+from gradwire.exchange.decorators import CommHook
 from gradwire.testing import _laws
 from gradwire.testing._cases import GRADWIRE, PYTORCH, Case, Parameter, cases, poisoned_cases
 from gradwire.testing._laws import Violation
@@ -77,7 +78,7 @@ class _PassedOver(Exception):
 
 def check_laws(
     make_state: Callable[[], Any],
-    hook: Callable[..., Any] | None,
+    hook: CommHook | None,
     *,
     skip: Collection[str] = (),
     world_sizes: Sequence[int] = (2, 3),
