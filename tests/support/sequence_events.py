@@ -345,8 +345,7 @@ def observe(training, steps):
 
 @change((None,), lambda sequence: sequence.hook.state_type is not None)
 def stop_observing(training, _):
-    telemetry = training.state.telemetry
-    if telemetry is not None and telemetry is not training.state._check:
+    if training.state.telemetry is not None:
         training.state.stop_observing()
 
 

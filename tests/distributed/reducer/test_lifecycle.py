@@ -86,8 +86,11 @@ def test_deleted_model_is_freed(hook):
         ddp(*model.batch(torch.Generator())).backward()
     references = [weakref.ref(thing) for thing in (model, ddp, ddp.reducer, model.layers[0].weight)]
     del model, ddp
-    gc.collect()
-    assert [reference() is None for reference in references] == [True] * 4
+    for _ in range(100):  # threads of the executor and of gloo may still be in the callbacks of the last future
+        gc.collect()
+        if all(reference() is None for reference in references):
+            return
+    raise AssertionError([reference() for reference in references])
 
 
 @on_ranks(2, 3)
