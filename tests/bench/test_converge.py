@@ -97,7 +97,14 @@ def test_command_over_loopback_trains_to_target(tmp_path):
     assert {(r["task"], r["rate"]) for r in records} == {("digits", "loopback")}
 
 
-@pytest.mark.parametrize(("name", "optimizer"), [(name, each) for name in TASKS for each in TASKS[name].optimizers])
+@pytest.mark.parametrize(
+    ("name", "optimizer"),
+    [
+        pytest.param(name, each, marks=[pytest.mark.slow] * (number > 0))
+        for name in TASKS
+        for number, each in enumerate(TASKS[name].optimizers)
+    ],
+)
 def test_task_is_learned(name, optimizer):
     """A few steps halve the distance of its score to the target."""
     torch.manual_seed(0)

@@ -114,6 +114,7 @@ def records(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("spawned_ranks_import_tests")
 def test_rehearsal_of_both_stages_passes_and_resumes(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(lane, "_source", lambda _: "this code")

@@ -139,6 +139,7 @@ def test_hosts_reach_each_other_and_count_sent_bytes():
     assert namespaces_of_this_process() == []
 
 
+@pytest.mark.slow
 @needs_namespaces
 def test_packets_arrive_after_the_delay():
     with namespaces.hosts(3, delay_ms=40) as (first, _, third):

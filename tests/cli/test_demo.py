@@ -49,6 +49,7 @@ def runs_of(records, metric):
     return [record for record in records if record.metric == metric]
 
 
+@pytest.mark.slow
 def test_demo_sends_whole_gradients_and_then_factors(records, settings):
     """Factors of matrices with more than twice as many elements: o x (i 9) for a convolution of i to o channels.
 
@@ -64,6 +65,7 @@ def test_demo_sends_whole_gradients_and_then_factors(records, settings):
     assert compressed < 0.03 * 4 * settings["parameters"]
 
 
+@pytest.mark.slow
 def test_demo_trains_alike_with_all_hooks(records):
     none, fp16, powersgd = losses = runs_of(records, Metric.TRAINING_LOSS)
     assert [run["hook"] for run in losses] == ["none", "fp16", "powersgd-r4-bf16"]
@@ -102,6 +104,7 @@ def test_ranks_share_every_batch_and_an_epoch_has_no_image_twice(ranks):
     assert not torch.equal(batches_of(0, seed=6), shares[0])
 
 
+@pytest.mark.slow
 def test_demo_prints_progress_and_a_table_and_leaves_a_plot(demo):
     output, stdout = demo
     assert sorted(path.name for path in output.iterdir()) == ["loss_vs_bytes.png", "results.jsonl"]

@@ -30,6 +30,7 @@ def status_of(checks):
     return {check.name: check.status for check in checks}
 
 
+@pytest.mark.slow
 def test_doctor_finds_this_installation_in_order():
     command = [sys.executable, "-m", "gradwire.cli", "doctor", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)

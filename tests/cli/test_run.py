@@ -43,7 +43,11 @@ def call(*arguments):
     ("command", "processes"),
     [
         (("-m", "gradwire.cli", "run", "--standalone", "--nproc-per-node", "2"), 2),
-        (("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m", "gradwire.run"), 1),
+        pytest.param(
+            ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m", "gradwire.run"),
+            1,
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["gradwire-run", "torchrun"],
 )

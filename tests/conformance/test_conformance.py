@@ -2,6 +2,7 @@
 
 from contextlib import ExitStack
 from functools import cache
+from zlib import crc32
 
 import pytest
 import ranks
@@ -21,7 +22,8 @@ def what_pytorch_passes():
 
 
 def case(world_size, name):
-    slow = world_size > 2 or name in SLOW
+    is_sampled = crc32(name.encode()) % 4 == 0  # `make conformance` runs all
+    slow = world_size > 2 or name in SLOW or not is_sampled
     return pytest.param(world_size, name, marks=[pytest.mark.slow] if slow else [], id=f"{world_size}-ranks-{name}")
 
 

@@ -24,6 +24,7 @@ def measured(**settings):
         return anywhere.main(SETTINGS | settings, torch.device("cpu"))
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_every_loop_and_method_has_a_time_and_a_loss():
     times, losses = measured(), measured(is_training=True)

@@ -94,7 +94,7 @@ def test_laws_hold_for_compressed_all_reduces(hook, examples):
     check_laws(NoneType, hook, skip=SKIPPED, max_examples=examples)
 
 
-@pytest.mark.parametrize("hook", [int4_hook, scattered_int4_hook])
+@pytest.mark.parametrize("hook", [pytest.param(int4_hook, marks=pytest.mark.slow), scattered_int4_hook])
 @EXAMPLES
 def test_laws_hold_for_collectives_with_memory(hook, examples):
     check_laws(MemoryState, hook, skip=SKIPPED, max_examples=examples)

@@ -174,7 +174,7 @@ DEFECTS = {defect: (partial(ToyState, defect=defect), toy_hook, law) for defect,
 
 
 SLOW = ["hash of a string", "poisoned error", "raises", "checkpoint with an object", "checkpoint of own errors"]
-SLOW += ["errors kept by bucket index", "sum"]
+SLOW += ["errors kept by bucket index", "sum", "error that doubles", "hang"]
 
 
 def test_right_compressor_passes():
