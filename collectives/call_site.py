@@ -91,7 +91,7 @@ class CallSite:
         return 1.0 if self.op == "SUM" else 0.0
 
     def facts(self) -> dict[str, str]:
-        """What the ranks compare in the first call, by name."""
+        """Facts that the ranks compare in the first call, by name."""
         facts: dict[str, object] = {"op": self.op, "collective": self.collective, "wire": self.wire}
         facts |= {"memory": ", ".join(self.names) or "none", **dict(self.options)}
         facts |= {"dtype": self.dtype, "device": self.device.type, "number of tensors": len(self.layouts)}

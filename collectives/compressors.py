@@ -195,7 +195,7 @@ class Compressor:
 
     @property
     def weight(self) -> float:
-        """What the result lacks is ``weight`` times the sum of the ranks' errors."""
+        """The result lacks ``weight`` times the sum of the ranks' errors."""
         return 1.0
 
     def take(self, earlier: Compressor) -> None:

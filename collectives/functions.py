@@ -29,7 +29,7 @@ class CompressedWork(dist.Work):
 
     Args:
         calls: the calls on the process group, of which this is the latest.
-        compressor: that of the call.
+        compressor: the compressor of the call.
         exchange: the future of the exchange.
         finish: returns the value of the collective's future, the tensors that it has written.
 

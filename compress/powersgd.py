@@ -231,7 +231,7 @@ class TwoShotFactors:
         return LaidOut(messages, [side.factors for side in sides], sides[0].others, orthonormal)
 
     def residual(self, side: FactorLayout) -> Tensor | None:
-        """What the last exchange has lost of this rank's factors; None if the error memory does not take it."""
+        """Loss of this rank's factors in the last exchange; None if the error memory does not take it."""
         residual = self._sides[side].residual
         return None if residual is None else residual[: side.numel]
 

@@ -285,7 +285,7 @@ class HookState(HookSettings):
         return number % CHECK_EVERY == CHECK_EVERY - 1 and number >= self._start and "errors" in self.memory.declared
 
     def _check_errors(self) -> None:
-        """Warn of what the latest check has found, and prepare that of this step."""
+        """Report the latest check, and prepare the check of this step."""
         if self._check is not None:
             self._check.flush()  # warns
         elif self._is_checked(self.iter):

@@ -80,7 +80,7 @@ class Session:
 
         Args:
             call: its name, in errors.
-            facts: of this rank. They are added to the number of collectives and the generation of each group.
+            facts: facts of this rank. The number of collectives and the generation of each group are added.
             check: is called with all ranks' facts.
             used: further process groups that a hook has used on this rank.
             known: process groups that a hook may have used on other ranks.

@@ -114,7 +114,7 @@ class HookSettings:
     # Telemetry. See docs/telemetry.md for the metrics.
 
     def _measurer(self, number: int) -> Telemetry | None:
-        """What measures step ``number``; None if nothing does."""
+        """The `Telemetry` that measures step ``number``; None if none does."""
         return self.telemetry
 
     def observe(self, *, every: int = 50, exact_every: int = 0, report: Report | None = None) -> None:
