@@ -203,7 +203,7 @@ def test_stretches_alternate_without_telemetry_and_give_an_interval():
     assert [kind for kind, _ in compression.comparison.stretches] == kinds
     expected = [own_seconds if kind else plain_seconds for kind in kinds]
     assert [seconds for _, seconds in compression.comparison.stretches] == pytest.approx(expected, rel=1e-6)
-    # The time of a step is known when the next one begins. Nobody knows that of the last step.
+    # The time of a step is known when the next one begins, so the last step has none.
     n_timed = run_compression.WARM_UP - 1 + 11
     assert compression.step_seconds == pytest.approx([elsewhere] * n_timed, rel=1e-6)
     # The steps of the state, which has seen every second stretch only.

@@ -212,7 +212,7 @@ def test_memory_keeps_what_a_reduce_scatter_loses(wire, error_dtype):
         reduce_scatter_tensor(output, source, wire=wire, memory=memory["weight"])
         dist.all_gather_into_tensor(parts := torch.empty(size * 99), output)
         after = memory.state_dict()["weight"]["errors"]["weight"].double().view(size, 99)
-        # What a step loses is its own rounding: of fp32 sums, or of the errors, to neighbors at a distance of at most
+        # A step loses its own rounding: of fp32 sums, or of the errors, to neighbors at a distance of at most
         # 2^-7 of them; its standard deviation is at most half of that.
         lost = sums / size - parts.view(size, 99) + before - after
         assert lost.norm() <= (1e-6 if error_dtype == torch.float32 else 2**-8) * after.norm()

@@ -219,7 +219,7 @@ def test_steps_and_calls_are_equal_on_all_ranks_after_a_failure_on_half_of_them(
     for number in range(START + 1):
         backward(model, number)
     groups = len(attachment._groups)
-    # Those that fail in the last exchange, after the others have made it.
+    # Ranks that fail in the last exchange, after the others have made it.
     owner, name = (ReplicaAverage, "_start") if fails == "all-reduce" else (QuantizedReduceScatter, "_reduce")
     is_late = dist.get_rank() % 2 if fails == "all-reduce" else dist.get_rank() // 2
     native, calls = getattr(owner, name), itertools.count(1)
